@@ -1,0 +1,126 @@
+"""Runs for tests: small clips, options for a tiny run, whole runs in this process and in two forked ones."""
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+TINY = {
+    "data.buckets": ["17x64x96", "9x96x64"],
+    "data.num_workers": 0,
+    "data.cache_dtype": "fp32",
+    "precision.weights": "fp32",
+    "lora.rank": 4,
+    "lora.alpha": 4,
+    "train.steps": 4,
+    "train.log_every": 1,
+    "optimizer.learning_rate": 1e-2,
+    "optimizer.warmup_steps": 0,
+    "checkpoint.every": 0,
+}
+
+
+def write_clip(path: Path, frames: int, height: int, width: int, fps: float, seed: int = 0) -> None:
+    """A smooth random clip."""
+    from data.video import write_video
+
+    small = torch.rand(1, 3, 3, 4, 4, generator=torch.Generator().manual_seed(seed))
+    big = torch.nn.functional.interpolate(small, (frames, height, width), mode="trilinear")[0]
+    write_video(path, (big.permute(1, 2, 3, 0) * 255).byte().numpy(), fps)
+
+
+def words(options: dict) -> list[str]:
+    """{"train.steps": 4, "data.buckets": [...]} as command-line words."""
+    out = []
+    for name, value in options.items():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        out += [f"--{name}", *map(str, values)]
+    return out
+
+
+def options(model: Path, clips: Path, output_dir: Path, **changes) -> list[str]:
+    """Command-line words of a tiny run; `changes` in dotted names with __ for the dot: train__steps=8."""
+    given = {"model": model, "data.train": clips, "output_dir": output_dir} | TINY
+    return words(given | {name.replace("__", "."): value for name, value in changes.items()})
+
+
+def trainer(kind, model: Path, clips: Path, output_dir: Path, **changes):
+    """A trainer with these options, not yet run. Accelerate's process-wide state is made anew."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    from trainers.parsing import parse
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return kind(parse(kind.Config, options(model, clips, output_dir, **changes)))
+
+
+def run(model: Path, clips: Path, output_dir: Path, **changes):
+    """A whole LTX run in this process; the trainer afterwards."""
+    from trainers.ltx import LTXTrainer
+
+    made = trainer(LTXTrainer, model, clips, output_dir, **changes)
+    made.run()
+    return made
+
+
+def metrics(output_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def trained(of) -> torch.Tensor:
+    """All trained numbers of a trainer in one vector."""
+    return torch.cat([p.detach().flatten().float() for p in of.parameters])
+
+
+def forked(function, *arguments, world: int = 2, timeout: float = 120) -> list:
+    """function(*arguments) in `world` forked ranks that join over gloo; their results (JSON-able) by rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    pipes, ranks = [], []
+    for rank in range(world):
+        here, there = context.Pipe()
+        process = context.Process(target=_rank, args=(rank, world, port, there, function, arguments))
+        process.start()
+        there.close()
+        pipes.append(here)
+        ranks.append(process)
+    deadline, results = time.monotonic() + timeout, []
+    try:
+        for rank, pipe in enumerate(pipes):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError(f"rank {rank} gave no result in {timeout} s")
+            results.append(pipe.recv())
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    failed = [text for good, text in results if not good]
+    assert not failed, "\n".join(failed)
+    return [value for _, value in results]
+
+
+def _rank(rank, world, port, pipe, function, arguments):
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    try:
+        pipe.send((True, function(*arguments)))
+    except BaseException:  # noqa: BLE001 (whatever it was, the parent must hear of it)
+        pipe.send((False, f"rank {rank}: {traceback.format_exc()}"))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # no interpreter shutdown: gloo's threads can abort it

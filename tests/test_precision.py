@@ -1,0 +1,113 @@
+"""fp8 storage trains the same adapter as weights rounded through fp8; what cannot work is refused before loading."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from models import adapters, load, memory, precision
+
+TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
+
+
+def config(**given):
+    """Options as trainers.config.Config has them; keys like "precision.storage" set one."""
+    made = SimpleNamespace(
+        method="lora",
+        components={},
+        precision=SimpleNamespace(weights="bf16", trainable="fp32", storage="none"),
+        optimizer=SimpleNamespace(name="adamw"),
+        lora=SimpleNamespace(type="lora"),
+    )
+    for path, value in given.items():
+        section, _, name = path.rpartition("__")
+        setattr(getattr(made, section) if section else made, name, value)
+    return made
+
+
+def test_what_is_refused_and_what_is_not():
+    assert precision.problems(config()) == []
+    assert precision.problems(config(precision__weights="fp16"), ("fp16", "bf16")) == []
+    assert precision.problems(config(precision__trainable="bf16", optimizer__name="adamw8bit-ao")) == []
+    assert precision.problems(config(precision__storage="fp8", lora__type="lokr")) == []
+    for given, says in (
+        (dict(precision__weights="fp16"), "precision.weights fp16: .*use bf16"),
+        (dict(components={"text_encoder": SimpleNamespace(dtype="fp16")}), "components.text_encoder.dtype fp16"),
+        (dict(precision__trainable="bf16"), "precision.trainable bf16 with optimizer.name adamw: .*adamw8bit-ao"),
+        (dict(precision__storage="fp8", method="full"), "precision.storage fp8 with method full"),
+        (dict(precision__storage="fp8", lora__type="dora"), "precision.storage fp8 with lora.type dora"),
+    ):
+        (line,) = precision.problems(config(**given))
+        assert re.search(says, line)
+    with pytest.raises(ValueError, match=r"(?s)weights fp16.*\n.*trainable bf16.*\n.*method full"):
+        precision.check(
+            config(precision__weights="fp16", precision__trainable="bf16", precision__storage="fp8", method="full")
+        )
+
+
+def gradients(net):
+    g = torch.Generator().manual_seed(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = net(
+            hidden_states=torch.randn(2, 12, 16, generator=g).bfloat16(),
+            encoder_hidden_states=torch.randn(2, 7, 32, generator=g).bfloat16(),
+            timestep=torch.tensor([500.0, 20.5]),
+            encoder_attention_mask=torch.ones(2, 7, dtype=torch.bool),
+            num_frames=3,
+            height=2,
+            width=2,
+            rope_interpolation_scale=(0.32, 32, 32),
+            return_dict=False,
+        )[0]
+    out.float().square().mean().backward()
+    return {name: p.grad for name, p in adapters.trainable(net).items()}
+
+
+def lora_net(folder, kind="lora", also_train=()):
+    net = load.load(folder, "transformer", torch.bfloat16)
+    options = dict(rank=4, alpha=8.0, targets=[], exclude=[], also_train=list(also_train), dropout=0.0, type=kind)
+    adapters.attach(net, SimpleNamespace(**options), TARGETS)
+    adapters.cast_trainable(net, torch.float32)
+    g = torch.Generator().manual_seed(3)
+    for name, parameter in adapters.trainable(net).items():
+        if any(part in name for part in ("lora_", "lokr_", "hada_")):
+            parameter.data = 0.2 * torch.randn(parameter.shape, generator=g)
+    return net.train()
+
+
+@pytest.mark.parametrize("kind", ["lora", "rslora", "lokr", "loha"])
+@pytest.mark.parametrize("checkpointing", ["none", "blocks"])
+def test_fp8_storage_has_the_gradients_of_rounded_weights(kind, checkpointing, tiny_ltx):
+    stored, rounded = lora_net(tiny_ltx, kind), lora_net(tiny_ltx, kind)
+    names = precision.apply_storage(stored, "fp8", torch.bfloat16)
+    for name, parameter in rounded.named_parameters():
+        if name in names:
+            parameter.data = parameter.data.to(torch.float8_e4m3fn).to(torch.bfloat16)
+    for net in (stored, rounded):
+        memory.checkpoint_blocks(net, checkpointing)
+    found, expected = gradients(stored), gradients(rounded)
+    assert all(torch.equal(found[k], expected[k]) and found[k].any() for k in expected)
+    assert all(p.dtype == torch.float8_e4m3fn for n, p in stored.named_parameters() if n in names)  # cast back
+
+
+def test_adapters_norms_and_sensitive_layers_never_become_fp8(tiny_ltx):
+    net = lora_net(tiny_ltx, also_train=["caption_projection"])
+    names = precision.apply_storage(net, "fp8", torch.bfloat16)
+    assert sum("attn1.to_q.base_layer" in name for name in names) == 4 and len(names) == 40
+    assert not [n for n in names if re.search("norm|lora_|time_embed|^proj_|caption_projection|table", n)]
+    assert all(p.dtype == torch.float32 for p in adapters.trainable(net).values())
+    assert set(net._ddp_params_and_buffers_to_ignore) == set(names)
+    assert precision.apply_storage(lora_net(tiny_ltx), "none", torch.bfloat16) == []
+
+
+def test_fp8_storage_leaves_the_export_whole(tiny_ltx, tmp_path):
+    from diffusers import LTXPipeline
+
+    from models import export
+
+    net = lora_net(tiny_ltx)
+    precision.apply_storage(net, "fp8", torch.bfloat16)
+    export.save_lora(LTXPipeline, net, tmp_path, {})
+    export.verify_lora(LTXPipeline, tmp_path, net, {})
+    assert all(v.dtype == torch.float32 for v in adapters.adapter_state(net).values())

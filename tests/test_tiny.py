@@ -1,0 +1,67 @@
+"""The tiny pipelines are real ones: published layout, true ratios, every class the trainer meets."""
+
+import runpy
+import sys
+
+import pytest
+import torch
+
+from models import load, tiny
+
+CLASSES = {"ltx": "LTXPipeline", "ltx-condition": "LTXConditionPipeline"}
+
+
+@pytest.mark.parametrize("name", list(CLASSES))
+def test_loads_and_runs_as_published(name, tmp_path):
+    from diffusers import DiffusionPipeline
+
+    folder = tiny.build(name, tmp_path / name)
+    assert sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) < 3e6
+    pipe = DiffusionPipeline.from_pretrained(folder)
+    assert type(pipe).__name__ == CLASSES[name]
+    assert (pipe.vae.spatial_compression_ratio, pipe.vae.temporal_compression_ratio) == (32, 8)
+    assert not torch.equal(pipe.vae.latents_mean, torch.zeros(16)) and not torch.equal(pipe.vae.latents_std, torch.ones(16))
+    pipe.set_progress_bar_config(disable=True)
+    call = dict(height=64, width=96, num_frames=17, num_inference_steps=2, output_type="pt", max_sequence_length=16)
+    if name == "ltx-condition":
+        call |= {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
+        assert pipe.vae.config.timestep_conditioning and pipe.vae.decoder.scale_shift_table is not None
+    videos = [pipe(prompt=prompt, generator=torch.Generator().manual_seed(0), **call).frames for prompt in ("a cat", "a dog")]
+    assert videos[0].shape == (1, 17, 3, 64, 96) and all(v.isfinite().all() for v in videos)
+    assert not torch.equal(*videos)  # the text matters
+
+
+def test_schedulers_tell_the_families_apart(tiny_ltx, tiny_ltx_condition):
+    assert load.component_config(tiny_ltx, "scheduler")["use_dynamic_shifting"] is True
+    later = load.component_config(tiny_ltx_condition, "scheduler")
+    assert later["use_dynamic_shifting"] is False and later["shift"] == 1.0
+
+
+def test_same_bytes_every_time_and_the_global_generator_untouched(tmp_path):
+    state = torch.get_rng_state()
+    folders = [tiny.build("ltx", tmp_path / str(i)) for i in range(2)]
+    assert torch.equal(torch.get_rng_state(), state)
+    for part in ("transformer", "vae"):
+        weights = [(f / part / "diffusion_pytorch_model.safetensors").read_bytes() for f in folders]
+        assert weights[0] == weights[1]
+    texts = [(f / "text_encoder" / "model.safetensors").read_bytes() for f in folders]
+    assert texts[0] == texts[1]
+
+
+def test_width_gives_matrices_that_quantised_optimizers_take(tmp_path):
+    net = load.load(tiny.build("ltx", tmp_path, width=256), "transformer")
+    assert net.transformer_blocks[0].attn1.to_q.weight.shape == (256, 256)
+    assert 16 * 256 >= 4096 and 16 * 256 % 256 == 0  # a rank-16 LoRA matrix: torchao quantises its optimizer state
+    with pytest.raises(ValueError, match="multiple of 8"):
+        tiny.build("ltx", tmp_path, width=36)
+
+
+def test_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tiny", "ltx", str(tmp_path / "made")])
+    runpy.run_module("models.tiny", run_name="__main__")
+    assert capsys.readouterr().out.strip() == str(tmp_path / "made") and (tmp_path / "made" / "model_index.json").exists()
+    monkeypatch.setattr(sys, "argv", ["tiny"])
+    with pytest.raises(SystemExit, match=r"usage: python -m models.tiny \{ltx,ltx-condition\} FOLDER"):
+        runpy.run_module("models.tiny", run_name="__main__")
+    with pytest.raises(ValueError, match="no tiny pipeline 'wan'; there are: ltx, ltx-condition"):
+        tiny.build("wan", tmp_path)

@@ -1,0 +1,1 @@
+"""The training loop, what every model shares, and one file per model."""

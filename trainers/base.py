@@ -1,0 +1,477 @@
+"""The trainer all models share: the questions it asks of a model, the stages of a run, and the loop."""
+
+import math
+import os
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from data.batches import MicroBatches, Schedule, collate
+from data.cache import NonFinite
+from data.video import HashMemo
+from models import adapters, export, load, memory, precision
+from trainers import checkpoints, launch, objectives, optimizers, plan, publish
+from trainers.config import Config, OptionError
+from trainers.objectives import Batch
+from trainers.parsing import read_options, to_yaml
+from trainers.precompute import Encoders, to_device
+from trainers.pretrained import Pretrained
+from trainers.pulse import Clock, NonFiniteStep, Pulse, peak_memory, seed_of
+from trainers.tracking import Tracker, TrackerError
+from trainers.tracking import check as check_trackers
+from trainers.validation import PromptError, Validation, read_prompts
+
+# Faults in the user's files and options end in one message without a traceback.
+USER_ERRORS = (
+    OptionError,
+    plan.PlanError,
+    PromptError,
+    TrackerError,
+    NonFinite,
+    load.ModelError,
+    ValueError,
+    export.ExportError,
+    checkpoints.CheckpointError,
+    NonFiniteStep,
+)
+TIME_LIMIT = 1  # why a rank wants to stop: this, or the number of a signal
+
+
+class Trainer(ABC):
+    """Fine-tunes one video model. A subclass names its classes and answers four questions.
+
+    Letters: B batch, C channels, F H W frames and pixels, c f h w latent sizes, L tokens, D width.
+    `Batch` is a dict of tensors, every value [B, ...]; the base adds `fps` [B], which stays on the CPU.
+    """
+
+    Config: ClassVar[type[Config]] = Config
+    pipeline_classes: ClassVar[tuple[str, ...]]
+    """diffusers pipeline classes whose folders this trainer takes, by name; the folder's own is used."""
+    transformer_class: ClassVar[str]
+    lora_targets: ClassVar[list[str]]
+    frame_rule: ClassVar[tuple[int, int]]
+    """(a, b): a clip may have a * k + b frames."""
+    side_rule: ClassVar[int]
+    """Height and width are multiples of this."""
+    half_precision: ClassVar[tuple[str, ...]] = ("bf16",)
+    """16-bit formats that the published weights were trained for."""
+    pretrained_caption_technique: ClassVar[str] = "empty"
+    trims: ClassVar[dict[str, str]] = {}
+    """Sequence -> mask, for text whose masked rows the model ignores: stored and batched without them."""
+    comfy_renames: ClassVar[dict[str, str]] = {}
+    sample_defaults: ClassVar[dict] = {}
+
+    # -- the four questions -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def encode_video(self, pipe, pixels: Tensor) -> Batch:
+        """Pixels [B, 3, F, H, W] in [-1, 1] to cached tensors [B, ...]. Deterministic; needs no VAE later."""
+
+    @abstractmethod
+    def encode_text(self, pipe, captions: list[str], images=None) -> Batch:
+        """Captions to cached tensors [B, ...] by the call that inference makes. Deterministic; also asked for [""]."""
+
+    @abstractmethod
+    def drop_captions(self, batch: Batch) -> Batch:
+        """The batch with some rows made unconditional, per sample. Runs at every step on cached tensors."""
+
+    @abstractmethod
+    def loss(self, batch: Batch) -> Tensor:
+        """Per-sample loss [B] float32 of self.model. The only place that draws noise and time and calls the network."""
+
+    # -- what a subclass may also say ---------------------------------------------------------------------------------
+
+    def size_rules(self) -> tuple[tuple[int, int], int]:
+        """(frame_rule, side_rule) of this very model folder."""
+        return self.frame_rule, self.side_rule
+
+    def tokens(self, frames: int, height: int, width: int) -> int:
+        """Video tokens of one sample, for logs and prices."""
+        (a, b), side = self.size_rules()
+        return ((frames - b) // a + 1) * (height // side) * (width // side)
+
+    def text_facts(self) -> dict:
+        """Settings besides weights and code that change what encode_text returns: they belong to the cache key."""
+        return {}
+
+    def noise_shift(self, tokens: int) -> float:
+        """The model's own shift of noise levels for a sample of so many tokens (noise.shift: null)."""
+        return 1.0
+
+    def sample_class(self, call: dict) -> str:
+        """The pipeline class that samples with these keywords."""
+        return self.pretrained.pipeline_name
+
+    @abstractmethod
+    def sample(self, pipe, text: Batch, negative: Batch, **call):
+        """Frames [F, H, W, 3] float in [0, 1]: one call of the pipeline with encoded prompts [1, ...]."""
+
+    # -- randomness: a function of (seed, step, slot, name) -----------------------------------------------------------
+
+    def normal(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Standard normal numbers [B, ...] float32 on the compute device; each row has its own generator."""
+        device = self.device
+        draws = [torch.randn(shape[1:], generator=self.generator(s, name, device), device=device) for s in self.slots]
+        return torch.stack(draws)
+
+    def uniform(self, name: str) -> Tensor:
+        """Uniform numbers [B] float32 in [0, 1) on the CPU, where looking at them costs no sync."""
+        return torch.stack([torch.rand((), generator=self.generator(s, name, "cpu")) for s in self.slots])
+
+    def generator(self, slot: int, name: str, device) -> torch.Generator:
+        return torch.Generator(device).manual_seed(seed_of(self.config.train.seed, self.step, slot, name))
+
+    # -- shared parts of a loss ---------------------------------------------------------------------------------------
+
+    def noise_levels(self, tokens: int) -> Tensor:
+        """Noise levels [B] on the CPU with the density of the noise options, shifted as the model wants it."""
+        n = self.config.noise
+        shift = self.noise_shift(tokens) if n.shift is None else n.shift
+        kind = dict(kind=n.density, mean=n.mean, std=n.std, mode_scale=n.mode_scale, shift=shift)
+        return objectives.noise_levels(self.uniform("noise_level"), n.min, n.max, **kind)
+
+    def reduce(self, prediction: Tensor, target: Tensor, sigma_B: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Weighted loss of each sample [B]; `mask` is True where it counts."""
+        o = self.config.loss
+        loss = objectives.loss_per_sample(prediction, target, mask, o.type, o.huber_delta)
+        if o.weighting == "none":
+            return loss
+        return loss * objectives.level_weight(sigma_B, o.weighting).to(loss.device)
+
+    # -- the run ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def main(cls, argv: list[str] | None = None, description: str | None = None) -> None:
+        """Reads the options and runs; a user's mistake ends in one message and exit code 1 (2 for options)."""
+        config = read_options(cls.Config, argv, description)
+        try:
+            cls(config).run()
+        except USER_ERRORS as error:
+            raise SystemExit(f"error: {error}") from None
+
+    def __init__(self, config: Config):
+        precision.check(config, self.half_precision)
+        self.config, self.output_dir = config, Path(config.output_dir)
+        self.pretrained = Pretrained(config, self.pipeline_classes)
+        self.accelerator = launch.accelerator(config)
+        self.device, self.dtype = self.accelerator.device, precision.DTYPES[config.precision.weights]
+        self.step, self.slots = 0, []
+        self.saved: Path | None = None
+        self.stop_signal, self.in_loop, self.pid = 0, False, os.getpid()
+
+    def run(self) -> None:
+        """All stages, or those up to `stage`."""
+        c, accelerator = self.config, self.accelerator
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.on_signal)
+        check_trackers(c.report_to, self.output_dir)
+        checkpoints.refuse_leftovers(c, self.output_dir)
+        self.plan = launch.on_main(accelerator, self.make_plan, USER_ERRORS)
+        self.validation = Validation(self, launch.on_main(accelerator, self.read_prompts, USER_ERRORS))
+        with accelerator.main_process_first():  # hashing weights is memoised: once per machine
+            self.encoders = Encoders(self, self.plan, self.validation.texts())
+            missing = self.encoders.missing() if c.data.precompute == "disk" else {}
+        self.global_batch = c.train.batch_size * c.train.gradient_accumulation_steps * self.world
+        self.say(plan.report(self.plan, self, missing, self.global_batch))
+        if c.stage == "plan":
+            return
+        if accelerator.is_main_process:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            (self.output_dir / "config.yaml").write_text(to_yaml(c), encoding="utf-8")
+        if c.data.precompute == "disk":
+            self.encoders.fill() if c.stage in ("all", "precompute") else self.encoders.require()
+        if c.stage in ("all", "train") and not c.precompute_only:
+            self.train()
+
+    def train(self) -> None:
+        """Builds or restores the state of a run, then the loop."""
+        c = self.config
+        resume, notes = checkpoints.find(c.checkpoint.resume, self.output_dir) if c.checkpoint.resume else (None, [])
+        self.say(*notes)
+        saved = checkpoints.read_state(resume) if resume else {}
+        self.global_batch = saved.get("global_batch", self.global_batch)
+        accumulation = checkpoints.accumulation(c.train, self.world, self.global_batch)
+        if accumulation != c.train.gradient_accumulation_steps:
+            self.say(f"keeping the checkpoint's global batch of {self.global_batch}: accumulation is {accumulation}")
+        self.accelerator.gradient_accumulation_steps = accumulation
+        self.schedule = Schedule(self.plan.sizes, self.global_batch, c.train.seed)
+        self.steps = self.plan.steps(c.train, self.global_batch)
+        self.build()
+        self.window: list[float] = []
+        self.tokens_seen = 0
+        if resume:
+            self.restore(resume, saved)
+        elif c.overwrite and self.accelerator.is_main_process:
+            checkpoints.clear(self.output_dir)
+        self.accelerator.wait_for_everyone()
+        self.unconditional = to_device(self.text_rows(""), self.device)
+        self.tracker = Tracker(self.accelerator, c, self.steps, self.step)
+        try:
+            self.fit()
+        finally:
+            self.tracker.finish()
+
+    def fit(self) -> None:
+        """The loop: for each optimizer step, micro-steps of forward and backward, then clip and update."""
+        c, accelerator = self.config, self.accelerator
+        self.pulse, self.clock, self.in_loop = Pulse(accelerator), Clock(self.step, c.train.max_hours), True
+        self.validate()
+        losses: list[Tensor] = []
+        for batch in self.batches():
+            with accelerator.accumulate(self.model):
+                optimizers.set_rate(self.optimizer, optimizers.learning_rate(c.optimizer, self.step, self.steps))
+                loss_B = self.loss(self.drop_captions(batch))
+                accelerator.backward(loss_B.mean())
+                losses.append(loss_B.detach())
+                if accelerator.sync_gradients:
+                    self.settle()
+                    if self.pulse.stop:  # the ranks agreed with the last step: this one is not taken
+                        break
+                    norm = accelerator.clip_grad_norm_(self.parameters, c.optimizer.max_grad_norm or math.inf)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                self.step += 1
+                self.pulse.send(losses, norm, self.stop_signal or TIME_LIMIT * self.clock.over)
+                losses = []
+                self.after_step()
+        self.finish()
+
+    def batches(self) -> Iterator[Batch]:
+        """Micro-batches from the current step to the last, on the device; sets the slots that randomness is keyed by."""
+        c, a = self.config, self.accelerator
+        accumulation, workers = a.gradient_accumulation_steps, c.data.num_workers
+        micro = MicroBatches(
+            self.schedule, self.encoders.reader(), c.train.batch_size, accumulation, a.process_index, self.world
+        )
+        loader = DataLoader(
+            micro,
+            batch_size=None,
+            sampler=range(self.step * accumulation, self.steps * accumulation),
+            num_workers=workers,
+            prefetch_factor=4 if workers else None,
+            pin_memory=self.device.type == "cuda",
+        )
+        for n, (self.slots, bucket, picks, batch) in enumerate(loader, self.step * accumulation):
+            # For what draws from torch's global generator all the same: lora.dropout, stochastic rounding.
+            torch.manual_seed(seed_of(c.train.seed, n // accumulation, n % accumulation, a.process_index))
+            yield to_device(self.encoders.finish(batch, bucket, picks), self.device)
+
+    def settle(self) -> None:
+        """Reads what the last step sent, once; a loss or norm that is not finite ends the run here, on all ranks."""
+        if not self.pulse.pending:
+            return
+        loss, self.grad_norm, finite = self.pulse.read()
+        if not finite:
+            bucket, picks = self.schedule.block(self.step - 1)
+            samples = [self.plan.samples[self.plan.buckets[bucket][i]] for i in picks]
+            self.pulse.refuse(self.step, [f"{s.path} [{s.where}]" for s in samples])
+        self.window.append(loss)
+
+    def after_step(self) -> None:
+        c, last = self.config, self.step == self.steps
+        bucket, _ = self.schedule.block(self.step - 1)
+        self.tokens_seen += self.global_batch * self.tokens(*map(int, bucket.split("x")))
+        if self.step % c.train.log_every == 0 or last:
+            self.log()
+        if last or (c.checkpoint.every and self.step % c.checkpoint.every == 0):
+            self.save()
+        if self.validation.due(self.step, last):
+            self.validate()
+
+    def log(self) -> None:
+        c = self.config
+        self.settle()
+        self.tracker.log(
+            self.step,
+            {
+                "loss": math.fsum(self.window) / len(self.window),
+                "lr": optimizers.learning_rate(c.optimizer, self.step - 1, self.steps),
+                "grad_norm": self.grad_norm,
+                "seconds_per_step": self.clock.lap(self.step),
+                "samples_seen": self.step * self.global_batch,
+                "tokens_seen": self.tokens_seen,
+                "epoch": self.schedule.epoch(self.step),
+                "peak_memory_mb": peak_memory(self.device),
+            },
+        )
+        self.window = []
+
+    def validate(self) -> None:
+        """Sample videos, if due before the first step, at this one or at the last."""
+        if not self.validation.due(self.step, self.step == self.steps):
+            return
+        self.settle()
+        with self.clock.paused():
+            self.validation.run(self.step)
+            self.accelerator.wait_for_everyone()
+            if self.accelerator.is_main_process:
+                done = [s for s in self.validation.results(self.step) if s.file]
+                self.tracker.log_samples(self.step, [s.file for s in done], [s.caption for s in done])
+
+    def save(self) -> Path:
+        """checkpoint-<step>, then the removal of old ones."""
+        self.settle()
+        c = self.config.checkpoint
+        with self.clock.paused():
+            state = {
+                "facts": self.facts(),
+                "global_batch": self.global_batch,
+                "window": self.window,
+                "tokens_seen": self.tokens_seen,
+                "context": self.context(),
+            }
+            folder = checkpoints.save(self.accelerator, self.output_dir, self.step, self.write_export, state)
+            if self.accelerator.is_main_process:
+                checkpoints.prune(self.output_dir, c.keep, c.keep_exports)
+        self.saved = folder
+        self.say(f"saved {folder}")
+        return folder
+
+    def restore(self, folder: Path, saved: dict) -> None:
+        """Weights, optimizer and step of a checkpoint that fits this run."""
+        checkpoints.compare(folder, saved["facts"], self.facts())
+        for name, value in self.context().items():
+            if saved["context"].get(name) != value:
+                self.say(f"note: {name} was {saved['context'].get(name)} in {folder.name}, now {value}")
+        self.accelerator.load_state(str(folder / "state"))
+        self.accelerator.step = 0  # its count of micro-steps; a step boundary is where ours restart
+        self.step, self.saved = saved["step"], folder
+        self.window, self.tokens_seen = saved["window"], saved["tokens_seen"]
+
+    def finish(self) -> None:
+        """After the last step: the export into output_dir. After a stop: a checkpoint and the signal's exit code."""
+        self.settle()
+        if self.step < self.steps:
+            if self.step and self.saved != self.output_dir / f"checkpoint-{self.step}":
+                self.save()
+            stop = self.pulse.stop
+            self.say(
+                f"stopped at step {self.step} of {self.steps} by "
+                + ("train.max_hours" if stop == TIME_LIMIT else signal.Signals(stop).name)
+                + "; run the same command with checkpoint.resume: latest to go on"
+            )
+            raise SystemExit(0 if stop == TIME_LIMIT else 128 + stop)
+        if self.accelerator.is_main_process:
+            written = publish.publish(self.saved, self.output_dir)
+            publish.write_card(self.output_dir, self.pretrained.pipeline_name, self.config)
+            self.say(f"done: {', '.join(str(p) for p in written)}; metrics in {self.tracker.path}")
+        self.accelerator.wait_for_everyone()
+        if self.config.validation.from_export:
+            publish.sample(self)
+
+    # -- building -----------------------------------------------------------------------------------------------------
+
+    def build(self) -> None:
+        """The network with what trains of it, and its optimizer, prepared by Accelerate."""
+        c = self.config
+        net = self.pretrained.component("transformer").to(self.device)
+        if c.method == "lora":
+            found = adapters.attach(net, c.lora, self.lora_targets, c.train.seed)
+        else:
+            found = adapters.select(net, c.train_modules)
+        adapters.cast_trainable(net, precision.DTYPES[c.precision.trainable])
+        self.say(str(found))
+        if c.lora.init_from:
+            self.say(*adapters.load_lora_into(net, c.lora.init_from, self.comfy_renames))
+        precision.apply_storage(net, c.precision.storage, self.dtype)
+        memory.checkpoint_blocks(net, c.memory.checkpointing)
+        memory.compile_blocks(net, c.memory.compile, c.memory.compile_backend)
+        net.train()
+        self.network, trainable = net, adapters.trainable(net)
+        self.parameters = list(trainable.values())
+        # DDP would send the whole frozen base from rank 0 at start, and cannot send FP8 at all.
+        net._ddp_params_and_buffers_to_ignore = [
+            name for name, tensor in [*net.named_parameters(), *net.named_buffers()] if not tensor.requires_grad
+        ]
+        checkpoints.keep_trainable_only(self.accelerator, lambda: adapters.trainable(self.network))
+        optimizer = optimizers.build(c.optimizer, self.parameters)
+        self.model, self.optimizer = self.accelerator.prepare(net, optimizer)
+
+    def write_export(self, folder: Path) -> None:
+        """The usable result into `folder`, read back and compared. Called on the main process."""
+        if self.config.method == "lora":
+            export.save_lora(self.pretrained.pipeline_type, self.network, folder, self.comfy_renames)
+            export.verify_lora(self.pretrained.pipeline_type, folder, self.network, self.comfy_renames)
+        else:
+            export.save_transformer(self.network, folder / "transformer", self.dtype)
+            export.verify_transformer(folder / "transformer", self.network, self.dtype)
+
+    def facts(self) -> dict:
+        """What a checkpoint must share with the run that resumes it."""
+        c = self.config
+        lora = (
+            {f"lora.{name}": getattr(c.lora, name) for name in ("type", "rank", "alpha")} if c.method == "lora" else {}
+        )
+        return {
+            "trainer": type(self).__name__,
+            "transformer": self.pretrained.fingerprint(("transformer",)),
+            "method": c.method,
+            **lora,
+            "precision.trainable": c.precision.trainable,
+            "optimizer.name": c.optimizer.name,
+            "trainable parameters": len(self.parameters),
+        }
+
+    def context(self) -> dict:
+        """What may change on resume, but not unsaid."""
+        c = self.config
+        return {"data": self.plan.digest(), "train.seed": c.train.seed, "steps": self.steps}
+
+    # -- for validation -----------------------------------------------------------------------------------------------
+
+    def text_rows(self, caption: str) -> Batch:
+        """The encoded caption as a batch of one, on the CPU."""
+        return collate([self.encoders.text(caption)])
+
+    def read_prompts(self) -> list:
+        """The prompts to sample; needs diffusers only if there are any."""
+        c = self.config
+        if not c.validation.prompts:
+            return []
+        call, image_call = (self.pretrained.type_named(self.sample_class(k)).__call__ for k in ({}, {"image": True}))
+        return read_prompts(c.validation.prompts, call, self.plan.largest, c, image_call, *self.size_rules())
+
+    @cached_property
+    def vae(self):
+        """The VAE for decoding samples; whoever uses it parks it on the CPU afterwards."""
+        return self.pretrained.component("vae")
+
+    def pipeline(self, prompt):
+        """A pipeline that samples `prompt` with the live network, a fresh scheduler and the VAE, without text encoder."""
+        return self.sampling_pipeline(prompt, self.network)
+
+    def sampling_pipeline(self, prompt, network):
+        p = self.pretrained
+        memory.tile_vae(self.vae, self.config.memory.vae_tiling, prompt.num_frames, prompt.height, prompt.width)
+        kind = p.type_named(self.sample_class({"image": prompt.image} if prompt.image else {}))
+        return p.assemble(kind, transformer=network, scheduler=p.component("scheduler"), vae=self.vae)
+
+    # -- small things -------------------------------------------------------------------------------------------------
+
+    @property
+    def world(self) -> int:
+        return self.accelerator.num_processes
+
+    def say(self, *lines: str) -> None:
+        for line in lines:
+            self.accelerator.print(line, flush=True)
+
+    def on_signal(self, number: int, frame) -> None:
+        """In the loop: stop at the next step boundary. Elsewhere, or the second time: at once."""
+        if os.getpid() != self.pid:  # a loader worker, which the rest of the step still needs
+            return
+        if not self.in_loop or self.stop_signal:
+            raise SystemExit(128 + number)
+        self.stop_signal = number
+        print(f"{signal.Signals(number).name}: saving at the next step boundary", flush=True)
+
+    def make_plan(self) -> plan.Plan:
+        return plan.make(self.config, *self.size_rules(), HashMemo(self.config.cache_dir / "clips.json"))

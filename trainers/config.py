@@ -1,0 +1,392 @@
+"""The options every model shares: what there is, what it may be, what fits together. trainers/parsing.py reads them.
+
+An option is one dataclass field: its type says which values are allowed, the string under it is its help.
+A model's own options are fields of its own Config, which may also change a default and add to `problems`.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from data.buckets import Bucket
+from data.sources import Source
+
+ROUNDS_STOCHASTICALLY = ("adamw8bit-ao", "adamw4bit-ao", "adamwfp8-ao")
+DEFAULT_STEPS = 2000
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a value must be, in words and as a test that NaN fails."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Marks text that is a path, made absolute when read; with `or_hub` only if it exists. `words` are no paths."""
+
+    or_hub: bool = False
+    words: tuple[str, ...] = ()
+
+
+Finite = Annotated[float, Rule("finite", math.isfinite)]
+Positive = Annotated[float, Rule("above 0", lambda x: 0 < x < math.inf)]
+NotNegative = Annotated[float, Rule("0 or more", lambda x: 0 <= x < math.inf)]
+Fraction = Annotated[float, Rule("in [0, 1]", lambda x: 0 <= x <= 1)]
+BelowOne = Annotated[float, Rule("in [0, 1)", lambda x: 0 <= x < 1)]
+Count = Annotated[int, Rule("1 or more", lambda x: x >= 1)]
+CountOrZero = Annotated[int, Rule("0 or more", lambda x: x >= 0)]
+LocalPath = Annotated[str, Place()]
+HubOrPath = Annotated[str, Place(or_hub=True)]
+
+
+class OptionError(ValueError):
+    """Options that cannot be used; the message lists every one of them."""
+
+
+@dataclass
+class ComponentOptions:
+    id: HubOrPath | None = None
+    """Hub id or folder to take this component from instead of from the model."""
+    revision: str | None = None
+    """Branch, tag or commit of that Hub id."""
+    variant: str | None = None
+    """Variant of the weight files, such as fp16."""
+    subfolder: str | None = None
+    """Subfolder that holds the component; null means the one named after it."""
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    """Precision to load it in; null leaves the choice to the trainer."""
+
+
+@dataclass
+class DataOptions:
+    train: list[Source] = field(default_factory=list)
+    """What to train on: folders, metadata files, or (YAML, here JSON) mappings of path, repeats, caption_prefix ..."""
+    buckets: list[Bucket] = field(default_factory=list)
+    """Sizes to train at, frames x height x width, such as 49x512x768; stills go to 1xHxW."""
+    precompute: Literal["disk", "off"] = "disk"
+    """disk encodes every clip and caption once, before training; off in each step, and keeps the encoders loaded."""
+    cache_dir: LocalPath | None = None
+    """Where encoded clips and captions are kept, may be shared between runs; null means output_dir/cache."""
+    cache_dtype: Literal["bf16", "fp32"] = "bf16"
+    """Precision of what is kept there."""
+    caption_dropout: Fraction = 0.0
+    """Probability that a sample trains without its caption."""
+    caption_technique: Literal["empty", "zero"] = "empty"
+    """What replaces a dropped caption: the encoding of "" or zeros."""
+    encode_batch_size: Count = 1
+    """Clips or captions that are encoded at a time."""
+    skip_bad: bool = False
+    """Leave out clips that cannot be read, naming and counting them, instead of stopping."""
+    num_workers: CountOrZero = 2
+    """Workers per rank that decode clips ahead of the encoder; 0 decodes each clip when it is needed."""
+
+
+@dataclass
+class LoraOptions:
+    rank: Count = 64
+    """Rank of the update matrices."""
+    alpha: Positive = 64.0
+    """Scale of the update: it is multiplied by alpha / rank."""
+    targets: list[str] = field(default_factory=list)
+    """Modules that get an adapter, as name endings or patterns; empty means the model's own choice."""
+    exclude: list[str] = field(default_factory=list)
+    """Modules to leave out of the targets."""
+    also_train: list[str] = field(default_factory=list)
+    """Modules trained in full beside the adapters, such as norms."""
+    dropout: BelowOne = 0.0
+    """Dropout on the adapters' input."""
+    type: Literal["lora", "dora", "rslora", "lokr", "loha"] = "lora"
+    """Kind of adapter."""
+    init_from: LocalPath | None = None
+    """LoRA file to start from, with a fresh optimizer and step 0; to continue a run use checkpoint.resume."""
+
+
+@dataclass
+class PrecisionOptions:
+    weights: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Precision of the frozen weights and of the computation."""
+    trainable: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the trained weights; bf16 needs an optimizer that rounds stochastically."""
+    storage: Literal["none", "fp8"] = "none"
+    """fp8 halves the memory of frozen weights: they are kept in fp8 and cast up layer by layer."""
+
+
+@dataclass
+class MemoryOptions:
+    checkpointing: Literal["none", "blocks"] = "blocks"
+    """blocks recomputes each block in the backward pass instead of keeping its activations."""
+    compile: Literal["none", "blocks"] = "none"
+    """blocks compiles each repeated block with torch.compile."""
+    compile_backend: str = "inductor"
+    """Backend of torch.compile."""
+    vae_tiling: Literal["auto", "on", "off"] = "auto"
+    """Encode and decode video in tiles: less memory, slightly other latents; auto decides by size."""
+
+
+@dataclass
+class OptimizerOptions:
+    name: Literal["adamw", "adamw8bit", "adamw8bit-ao", "adamw4bit-ao", "adamwfp8-ao", "sgd"] = "adamw"
+    """adamw and sgd are torch's, adamw8bit is bitsandbytes', the -ao ones are torchao's."""
+    learning_rate: Positive = 1e-4
+    """Learning rate after the warm-up."""
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
+    """Decay of AdamW's two moments."""
+    epsilon: Positive = 1e-8
+    """Added to AdamW's denominator."""
+    weight_decay: NotNegative = 0.01
+    """Decoupled weight decay (AdamW), L2 penalty (sgd)."""
+    momentum: BelowOne = 0.9
+    """Momentum of sgd."""
+    schedule: Literal["constant", "linear", "cosine", "polynomial", "cosine_with_restarts"] = "cosine"
+    """Course of the learning rate after the warm-up, as a function of the optimizer step."""
+    warmup_steps: CountOrZero = 100
+    """Optimizer steps of linear warm-up."""
+    min_lr_ratio: Fraction = 0.0
+    """Where the schedule ends, as a fraction of learning_rate."""
+    power: Positive = 1.0
+    """Exponent of the polynomial schedule."""
+    cycles: Count = 1
+    """Number of cosines in cosine_with_restarts."""
+    max_grad_norm: NotNegative = 1.0
+    """Norm that gradients are clipped to; 0 does not clip."""
+
+
+@dataclass
+class TrainOptions:
+    steps: Count | None = None
+    """Optimizer steps to train; 2000 when neither epochs nor max_samples is given."""
+    epochs: Positive | None = None
+    """Train until every sample was seen this many times, instead of steps."""
+    max_samples: Count | None = None
+    """Train on this many samples, instead of steps."""
+    batch_size: Count = 1
+    """Samples per rank in one forward pass."""
+    gradient_accumulation_steps: Count = 1
+    """Forward passes per optimizer step."""
+    seed: CountOrZero = 42
+    """Decides everything random."""
+    max_hours: Positive | None = None
+    """Save and stop after this many hours; checkpoint.resume continues."""
+    log_every: Count = 10
+    """Optimizer steps between two log lines."""
+    process_group_timeout: Count = 7200
+    """Seconds that ranks wait for each other before giving up."""
+
+
+@dataclass
+class ValidationOptions:
+    prompts: LocalPath | None = None
+    """File of prompts to sample: one per line, or YAML with keywords of the pipeline per prompt."""
+    every: CountOrZero = 250
+    """Optimizer steps between two validations; 0 validates only at the start and at the end."""
+    at_start: bool = True
+    """Sample before the first step too, for comparison."""
+    num_inference_steps: Count | None = None
+    """Denoising steps per sample; null means the pipeline's own default."""
+    from_export: bool = False
+    """Sample once more from the exported files in a fresh pipeline, as a user would."""
+
+
+@dataclass
+class CheckpointOptions:
+    every: CountOrZero = 500
+    """Optimizer steps between two checkpoints; 0 saves only at the end."""
+    keep: Count = 3
+    """Newest checkpoints whose state for resuming is kept."""
+    keep_exports: Count | None = None
+    """Newest checkpoints whose exported weights are kept; null keeps all."""
+    resume: Annotated[str, Place(words=("latest",))] | None = None
+    """latest, or the folder of a checkpoint to continue from."""
+
+
+@dataclass
+class NoiseOptions:
+    density: Literal["logit_normal", "uniform", "mode", "cosmap"] = "logit_normal"
+    """Distribution that training noise levels are drawn from."""
+    mean: Finite = 0.0
+    """Mean of the normal in logit_normal."""
+    std: Positive = 1.0
+    """Standard deviation of the normal in logit_normal."""
+    mode_scale: Annotated[float, Rule("in [-1, 1.75]", lambda x: -1 <= x <= 1.75)] = 1.29
+    """Scale of the mode density: above 0 favours the middle, below 0 the ends."""
+    shift: Positive | None = None
+    """Shift towards high noise, in the model's own parametrisation; null means the model's own rule."""
+    min: Fraction = 0.0
+    """Smallest noise level, in [0, 1)."""
+    max: Fraction = 1.0
+    """Largest noise level, in (0, 1]."""
+
+
+@dataclass
+class LossOptions:
+    type: Literal["mse", "huber"] = "mse"
+    """Distance between prediction and target."""
+    huber_delta: Positive = 0.1
+    """Where huber turns from squared to linear."""
+    weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
+    """Weight of a sample by its noise level."""
+
+
+@dataclass
+class Config:
+    model: HubOrPath = ""
+    """Hub id, local folder in diffusers layout, or a single .safetensors file (required)."""
+    model_revision: str | None = None
+    """Branch, tag or commit of the Hub id."""
+    model_variant: str | None = None
+    """Variant of the weight files, such as fp16."""
+    model_config: HubOrPath | None = None
+    """For a single file: diffusers folder or Hub id that has the configs, the text encoder and the tokenizer."""
+    components: dict[str, ComponentOptions] = field(default_factory=dict)
+    """Where to take single components from and in which precision, such as components.vae.dtype: fp32."""
+    output_dir: LocalPath = "runs/reeltune"
+    """Folder of checkpoints, samples, metrics and exported weights."""
+    overwrite: bool = False
+    """Start anew in an output_dir that already holds a run."""
+    stage: Literal["all", "plan", "precompute", "train"] = "all"
+    """Stop after this stage; train needs a filled cache."""
+    precompute_only: Literal["text", "video"] | None = None
+    """Encode only captions or only clips, so that two launches can fill one cache together."""
+    method: Literal["lora", "full"] = "lora"
+    """Train an adapter or the transformer's own weights."""
+    train_modules: list[str] = field(default_factory=list)
+    """For method full: patterns of the parameters to train; empty means all."""
+    report_to: list[Literal["wandb", "tensorboard"]] = field(default_factory=list)
+    """Trackers beside metrics.jsonl, which is always written."""
+    project: str = "reeltune"
+    """Project name in the trackers."""
+    run_name: str | None = None
+    """Name of the run in the trackers."""
+    data: DataOptions = field(default_factory=DataOptions)
+    lora: LoraOptions = field(default_factory=LoraOptions)
+    precision: PrecisionOptions = field(default_factory=PrecisionOptions)
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    train: TrainOptions = field(default_factory=TrainOptions)
+    validation: ValidationOptions = field(default_factory=ValidationOptions)
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    noise: NoiseOptions = field(default_factory=NoiseOptions)
+    loss: LossOptions = field(default_factory=LossOptions)
+
+    @property
+    def cache_dir(self) -> Path:
+        """Where encoded clips and captions, and what is remembered of files, are kept."""
+        return Path(self.data.cache_dir or Path(self.output_dir) / "cache")
+
+    def problems(self) -> list[str]:
+        """Everything that is out of range or does not fit together. A subclass adds its own to super().problems()."""
+        found = [
+            f"{name} is {value}; it must be {rule.words}"
+            for name, option in options(self)
+            for rule, value in _rules(option.hint, option.value)
+            if not rule.holds(value)
+        ]
+        lora, train, precision = self.lora, self.train, self.precision
+        lengths = {"steps": train.steps, "epochs": train.epochs, "max_samples": train.max_samples}
+        given = [f"train.{name} ({value})" for name, value in lengths.items() if value is not None]
+        of_lora = [f"lora.{name}" for name in ("init_from", "targets", "exclude", "also_train") if getattr(lora, name)]
+        repeated = sorted({str(bucket) for bucket in self.data.buckets if self.data.buckets.count(bucket) > 1})
+        rules = [
+            (not self.model, "model is required: a Hub id, a folder in diffusers layout or a .safetensors file"),
+            (not self.output_dir, "output_dir is required: the folder that the run writes to"),
+            (not self.data.train, "data.train is required: a folder of clips and captions, or a metadata file"),
+            (not self.data.buckets, "data.buckets is required: the sizes to train at, such as 49x512x768"),
+            (repeated, f"data.buckets names {', '.join(repeated)} more than once"),
+            (len(given) > 1, f"only one of {' and '.join(given)} can be set: make the others null"),
+            (
+                self.checkpoint.resume and self.overwrite,
+                "checkpoint.resume continues the run in output_dir and overwrite starts it anew: choose one",
+            ),
+            (
+                self.method == "full" and of_lora,
+                f"{', '.join(of_lora)}: for method lora, but method is full (its patterns are train_modules)",
+            ),
+            (
+                self.method == "lora" and self.train_modules,
+                "train_modules is for method full; with method lora use lora.also_train",
+            ),
+            (
+                self.method == "full" and precision.storage == "fp8",
+                "precision.storage fp8 keeps frozen weights only and needs method lora: with method full use none",
+            ),
+            (
+                precision.trainable == "bf16" and self.optimizer.name not in ROUNDS_STOCHASTICALLY,
+                "precision.trainable bf16 needs an optimizer that rounds stochastically: use fp32, or optimizer.name "
+                + " or ".join(ROUNDS_STOCHASTICALLY),
+            ),
+            (
+                self.precompute_only and self.stage == "train",
+                f"precompute_only {self.precompute_only} encodes and stage train does not: choose one",
+            ),
+            (
+                self.data.precompute == "off" and (self.precompute_only or self.stage == "precompute"),
+                "stage precompute and precompute_only fill the cache and need data.precompute disk, not off",
+            ),
+            (
+                self.noise.min >= self.noise.max,
+                f"noise.min ({self.noise.min}) must be below noise.max ({self.noise.max})",
+            ),
+            (
+                self.validation.from_export and not self.validation.prompts,
+                "validation.from_export samples validation.prompts, and none is given",
+            ),
+        ]
+        return found + [text for broken, text in rules if broken]
+
+    def check(self) -> None:
+        """Raises OptionError that lists all `problems`, if there are any."""
+        refuse(self.problems())
+
+
+def refuse(problems: list[str]) -> None:
+    """Raises OptionError that lists `problems`, if there are any."""
+    if problems:
+        raise OptionError(
+            problems[0] if len(problems) == 1 else "\n  - ".join([f"{len(problems)} problems:", *problems])
+        )
+
+
+@dataclass(frozen=True)
+class Option:
+    hint: Any
+    """Its type, with Rule and Place."""
+    value: Any
+    owner: type
+    """The dataclass it is a field of."""
+
+
+def options(section: Any, prefix: str = "") -> Iterator[tuple[str, Option]]:
+    """(dotted name, Option) of every option of a Config or of one of its sections, in the order of the fields."""
+    hints = get_type_hints(type(section), include_extras=True)
+    for f in fields(section):
+        name, value = prefix + f.name, getattr(section, f.name)
+        if isinstance(value, dict):
+            for key, entry in value.items():
+                yield from options(entry, f"{name}.{key}.")
+        elif is_dataclass(value):
+            yield from options(value, f"{name}.")
+        else:
+            yield name, Option(hints[f.name], value, type(section))
+
+
+def without_none(hint: Any) -> Any:
+    """X of `X | None`, and every other type as it is."""
+    if get_origin(hint) in (Union, UnionType):
+        (hint,) = (kind for kind in get_args(hint) if kind is not NoneType)
+    return hint
+
+
+def _rules(hint: Any, value: Any) -> Iterator[tuple[Rule, Any]]:
+    """The rules of a type with the value, or the element of a tuple, that each is about."""
+    hint = without_none(hint)
+    if get_origin(hint) is tuple:
+        for kind, element in zip(get_args(hint), value, strict=True):
+            yield from _rules(kind, element)
+    elif get_origin(hint) is Annotated and value is not None:
+        yield from ((mark, value) for mark in hint.__metadata__ if isinstance(mark, Rule))

@@ -1,0 +1,85 @@
+"""The Accelerator of a run, and what the launcher may and may not say against our options."""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+
+from trainers.config import Config, OptionError, refuse
+
+
+def accelerator(config: Config):
+    """The Accelerator. Raises OptionError naming both values where the launcher's own config contradicts an option."""
+    refuse(contradictions(config))
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+
+    made = Accelerator(
+        mixed_precision=mixed_precision(config),
+        gradient_accumulation_steps=config.train.gradient_accumulation_steps,
+        log_with=config.report_to,
+        project_dir=config.output_dir,
+        step_scheduler_with_optimizer=False,
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+            InitProcessGroupKwargs(timeout=timedelta(seconds=config.train.process_group_timeout)),
+        ],
+    )
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if launched != made.num_processes:
+        # Otherwise each would train alone, and all would write to the same folder.
+        raise OptionError(
+            f"{launched} processes were launched but accelerate joined {made.num_processes}. On CPU, launch with "
+            "ACCELERATE_USE_CPU=true in the environment"
+        )
+    return made
+
+
+def mixed_precision(config: Config) -> str:
+    """Accelerate's word for precision.weights: what autocast computes in."""
+    return "no" if config.precision.weights == "fp32" else config.precision.weights
+
+
+def contradictions(config: Config) -> list[str]:
+    """Where `accelerate launch` or its config file says something else than the options. no, 1 and nothing agree with all."""
+    found = []
+    asked, own = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), mixed_precision(config)
+    if asked not in ("no", own):
+        found.append(
+            f"accelerate is launched with mixed_precision {asked}, but precision.weights is {config.precision.weights}: "
+            "set mixed_precision to no there, or change the option"
+        )
+    asked, own = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1"), config.train.gradient_accumulation_steps
+    if asked not in ("1", "auto", str(own)):
+        found.append(
+            f"accelerate is launched with gradient_accumulation_steps {asked}, but train.gradient_accumulation_steps is "
+            f"{own}: remove it there, or change the option"
+        )
+    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
+            found.append(
+                f"accelerate is launched with {name}; this version trains on one process or with DDP (MULTI_GPU)"
+            )
+    return found
+
+
+def on_main(accelerator, make: Callable, errors: tuple[type[Exception], ...]):
+    """make() of the main process, on every rank. Its `errors` are raised there alone; the others end without a message."""
+    result: list = [None, None]
+    if accelerator.is_main_process:
+        try:
+            result[0] = make()
+        except errors as error:
+            result[1] = error
+    if accelerator.num_processes > 1:
+        from accelerate.utils import broadcast_object_list
+
+        failed = result[1]
+        result = [result[0], str(failed) if failed else None]
+        broadcast_object_list(result)
+        if failed:
+            raise failed
+        if result[1]:
+            raise SystemExit(1)
+    elif result[1]:
+        raise result[1]
+    return result[0]

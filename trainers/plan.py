@@ -1,0 +1,174 @@
+"""What a run trains on, what it costs, what is wrong with it: known before any weight loads."""
+
+import hashlib
+import json
+import math
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from data.buckets import Bucket, assign, check_buckets
+from data.sources import read_source
+from data.video import HashMemo, UnreadableClip, content_sha256, probe
+from trainers import objectives
+from trainers.config import DEFAULT_STEPS, Config
+
+
+class PlanError(ValueError):
+    """Data that cannot be trained on; the message lists every fault."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A clip (or still) with its caption, as it is trained on: `frames` of its bucket from frame `start`."""
+
+    path: str
+    caption: str
+    bucket: str
+    start: int
+    fps: float
+    content: str
+    """SHA-256 of the file."""
+    where: str
+    """The list and line it was named in."""
+
+
+@dataclass
+class Plan:
+    samples: list[Sample] = field(default_factory=list)
+    buckets: dict[str, list[int]] = field(default_factory=dict)
+    """Bucket -> indices into samples, an index as often as its source's repeats say."""
+    left_out: list[str] = field(default_factory=list)
+    """Clips that are not trained on, each with its reason."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {bucket: len(at) for bucket, at in self.buckets.items()}
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes.values())
+
+    @property
+    def largest(self) -> Bucket:
+        """The most used bucket."""
+        return Bucket.parse(max(self.sizes, key=self.sizes.get))
+
+    def digest(self) -> str:
+        """Names the data and their order: equal digests give equal batches."""
+        rows = {b: [(self.samples[i].content, self.samples[i].caption) for i in at] for b, at in self.buckets.items()}
+        return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
+
+    def steps(self, train, global_batch: int) -> int:
+        """Optimizer steps of the run, from train.steps, train.epochs or train.max_samples."""
+        if train.epochs is not None:
+            return max(1, math.ceil(train.epochs * self.total / global_batch))
+        if train.max_samples is not None:
+            return max(1, math.ceil(train.max_samples / global_batch))
+        return DEFAULT_STEPS if train.steps is None else train.steps
+
+
+def make(config: Config, frame_rule: tuple[int, int], side_rule: int, memo: HashMemo) -> Plan:
+    """Reads the sources, probes every file and gives it a bucket. Raises PlanError listing all that is wrong."""
+    try:
+        check_buckets(config.data.buckets, frame_rule, side_rule)
+    except ValueError as error:
+        raise PlanError(f"data.buckets: {error}") from None
+    rows, problems = [], []
+    for source in config.data.train:
+        found, wrong = read_source(source)
+        rows += found
+        problems += wrong
+
+    def look(row):
+        try:
+            return probe(row.path, memo), content_sha256(row.path, memo)
+        except UnreadableClip as error:
+            return str(error)
+
+    with ThreadPoolExecutor(8) as pool:  # decoding releases the interpreter lock
+        seen = list(pool.map(look, rows))
+    memo.save()
+
+    plan = Plan()
+    for row, what in zip(rows, seen, strict=True):
+        if isinstance(what, str):
+            (plan.left_out if config.data.skip_bad else problems).append(f"{what} [{row.where}]")
+            continue
+        clip, content = what
+        bucket = assign(clip, config.data.buckets)
+        if isinstance(bucket, str):
+            plan.left_out.append(f"{row.path}: {bucket} [{row.where}]")
+            continue
+        at = plan.buckets.setdefault(str(bucket), [])
+        at += [len(plan.samples)] * row.repeats
+        plan.samples.append(Sample(str(row.path), row.caption, str(bucket), 0, clip.fps, content, row.where))
+    if problems:
+        remedy = "" if config.data.skip_bad else " (data.skip_bad: true leaves out clips that cannot be read)"
+        raise PlanError(f"{len(problems)} problems in the data{remedy}:\n  " + "\n  ".join(problems))
+    if not plan.samples:
+        reasons = "\n  ".join(plan.left_out) or "the sources name no clips"
+        raise PlanError(f"data.train: nothing to train on\n  {reasons}")
+    plan.buckets = dict(sorted(plan.buckets.items()))
+    return plan
+
+
+def report(plan: Plan, trainer, missing: dict[str, tuple[int, int]], global_batch: int) -> str:
+    """The plan as text: clips per bucket, what is left out and why, steps, cache, the density of noise levels."""
+    c = trainer.config
+    steps = plan.steps(c.train, global_batch)
+    lines = [
+        f"{trainer.pretrained.pipeline_name}, {c.method}: {c.model}",
+        "",
+        "bucket (FxHxW)     clips   samples   video tokens",
+    ]
+    for bucket, at in plan.buckets.items():
+        b = Bucket.parse(bucket)
+        lines.append(f"{bucket:16s} {len(set(at)):7d} {len(at):9d} {trainer.tokens(b.frames, b.height, b.width):14d}")
+        if len(at) < global_batch:
+            every = math.ceil(global_batch / len(at))
+            lines.append(f"  fewer samples than a global batch of {global_batch}: served about once in {every} epochs")
+    lines += left_out(plan.left_out)
+    lines.append(
+        f"global batch {global_batch} = {c.train.batch_size} x {global_batch // c.train.batch_size // trainer.world} "
+        f"accumulation x {trainer.world} processes; {plan.total / global_batch:.1f} steps per epoch; "
+        f"{steps} steps = {steps * global_batch / plan.total:.1f} epochs"
+    )
+    for kind, (lacking, of) in missing.items():
+        lines.append(f"{kind}: {of - lacking} of {of} encoded already, {lacking} to encode")
+    if c.data.caption_dropout and c.data.caption_technique != trainer.pretrained_caption_technique:
+        lines.append(
+            f"warning: data.caption_technique is {c.data.caption_technique}, but this model was pre-trained with "
+            f"{trainer.pretrained_caption_technique}"
+        )
+    b = plan.largest
+    lines += ["", *histogram(c.noise, trainer.noise_shift(trainer.tokens(b.frames, b.height, b.width)))]
+    return "\n".join(lines)
+
+
+def left_out(reasons: list[str]) -> list[str]:
+    """What is not trained on, named up to twenty, counted beyond."""
+    if not reasons:
+        return []
+    more = [f"  ... and {len(reasons) - 20} more"] if len(reasons) > 20 else []
+    return [f"left out: {len(reasons)}", *(f"  {reason}" for reason in reasons[:20]), *more]
+
+
+def histogram(noise, own_shift: float, width: int = 40) -> list[str]:
+    """The density of noise levels in ten bars, exact to 1/10000 of the samples."""
+    shift = own_shift if noise.shift is None else noise.shift
+    kind = dict(kind=noise.density, mean=noise.mean, std=noise.std, mode_scale=noise.mode_scale, shift=shift)
+    u = (torch.arange(10000) + 0.5) / 10000
+    levels = objectives.noise_levels(u, noise.min, noise.max, **kind)
+    counts = Counter((levels * 10).long().clamp(max=9).tolist())
+    most = max(counts.values())
+    lines = [f"noise levels at the most used bucket: {noise.density}, shift {shift:.2f}, median {levels.median():.2f}"]
+    for tenth in range(10):
+        share = counts[tenth] / 10000
+        lines.append(
+            f"  {tenth / 10:.1f}-{(tenth + 1) / 10:.1f} {share:6.1%} {'#' * round(width * counts[tenth] / most)}"
+        )
+    return lines

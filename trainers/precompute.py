@@ -1,0 +1,312 @@
+"""The encode stage: every clip and caption encoded once, by whichever rank has it in its share.
+
+`fill` and its neighbours are plain functions, usable without a run (examples/precompute.py): give them a cache, items
+and a function that encodes. `Encoders` is the same for a run: the text encoder loads, encodes, is freed; then the VAE.
+"""
+
+import ast
+import gc
+import hashlib
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data.batches import collate
+from data.cache import Cache, entry_key
+from data.video import read_frames, to_pixels
+from models import memory
+from models.precision import DTYPES
+from trainers.objectives import Batch
+from trainers.plan import PlanError, Sample
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing to encode: its cache key, where it came from (for messages), what is encoded, and who may share its batch."""
+
+    key: str
+    source: str
+    content: object
+    group: str = ""
+
+
+def fill(
+    cache: Cache,
+    items: Sequence[Item],
+    encode: Callable[[list], list[Batch]],
+    batch_size: int = 1,
+    read: Callable | None = None,
+    workers: int = 0,
+    on_item: Callable[[Item], None] | None = None,
+) -> int:
+    """Encodes the items that `cache` lacks and stores each whole or not at all; returns how many were encoded.
+
+    `encode` turns a list of contents (of one group) into one dict of tensors without batch dimension each. `read`, run
+    in `workers` threads ahead of it, turns a content into what `encode` gets, such as a clip's decoded frames; only a
+    few are in memory at a time. `on_item` is called after each stored item.
+    Raises data.cache.NonFinite, naming the source, when an encoding holds NaN or infinity.
+    """
+    waiting = sorted((item for item in unique(items) if item.key not in cache), key=lambda item: item.group)
+    contents = ahead(read or (lambda content: content), [item.content for item in waiting], workers)
+    for _, group in groupby(waiting, key=lambda item: item.group):
+        group = list(group)
+        for start in range(0, len(group), batch_size):
+            part = group[start : start + batch_size]
+            encoded = encode([next(contents) for _ in part])
+            for item, tensors in zip(part, encoded, strict=True):
+                cache.put(item.key, tensors, {"source": item.source})
+                if on_item:
+                    on_item(item)
+    return len(waiting)
+
+
+def ahead(function: Callable, contents: Sequence, workers: int) -> Iterator:
+    """function(content) of each content in order, computed by threads at most 2 * workers ahead. 0 workers: when asked."""
+    if workers == 0:
+        yield from map(function, contents)
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        running = []
+        for content in contents:
+            running.append(pool.submit(function, content))
+            if len(running) > 2 * workers:
+                yield running.pop(0).result()
+        while running:
+            yield running.pop(0).result()
+
+
+def rows(batch: Batch, dtype: torch.dtype, trims: dict[str, str]) -> list[Batch]:
+    """A batch of encodings [B, ...] as one dict per sample, on the CPU, as the cache stores and a batch collates them.
+
+    Floating tensors become `dtype`. `trims` maps a sequence to its mask: both are cut after the last True of the mask's
+    row, since the model gives the rest no weight.
+    """
+    batch = {k: v.detach().cpu() for k, v in batch.items()}
+    out = []
+    for i in range(len(next(iter(batch.values())))):
+        row = {k: v[i] for k, v in batch.items()}
+        for sequence, mask in trims.items():
+            length = int(row[mask].nonzero().max()) + 1 if row[mask].any() else 1
+            row[sequence], row[mask] = row[sequence][:length], row[mask][:length]
+        # clone: a slice would keep, and pickle, the whole batch's storage
+        out.append({k: (v.to(dtype) if v.is_floating_point() else v).clone() for k, v in row.items()})
+    return out
+
+
+def unique(items: Iterable[Item]) -> list[Item]:
+    """The items without repeats of a key, in order: identical captions and clips are encoded once."""
+    return list({item.key: item for item in items}.values())
+
+
+def code_digest(function: Callable) -> str:
+    """SHA-256 of a function's code without comments, layout and docstring: an edited encoder must not meet old entries."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    body = tree.body[0].body
+    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        body.pop(0)
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+
+
+def text_key(facts: dict, caption: str) -> str:
+    """The cache key of a caption encoded under `facts` (encoder weights, settings, code)."""
+    return entry_key(kind="text", caption=caption, **facts)
+
+
+def video_key(facts: dict, content: str, start: int, bucket: str) -> str:
+    """The cache key of the frames from `start` of the clip with SHA-256 `content`, at `bucket`, encoded under `facts`."""
+    return entry_key(kind="video", content=content, start=start, bucket=bucket, **facts)
+
+
+def to_device(batch: dict[str, Tensor], device, keep: tuple[str, ...] = ("fps",)) -> Batch:
+    """The batch on `device` without waiting; the keys in `keep` stay on the CPU, where looking at them costs no sync."""
+    return {k: v if k in keep else v.to(device, non_blocking=True) for k, v in batch.items()}
+
+
+@dataclass(frozen=True)
+class CachedRows:
+    """Reads one sample of a bucket from the cache. Small and picklable: loader workers hold a copy."""
+
+    cache: Cache
+    entries: dict[str, list[tuple[str, str, float]]]  # bucket -> (video key, text key, fps)
+
+    def __call__(self, bucket: str, index: int) -> Batch:
+        video, text, fps = self.entries[bucket][index]
+        return self.cache.get(video) | self.cache.get(text) | {"fps": torch.tensor(fps, dtype=torch.float32)}
+
+
+@dataclass(frozen=True)
+class RawRows:
+    """Decodes one sample of a bucket, for encoding on the fly."""
+
+    samples: dict[str, list[Sample]]
+
+    def __call__(self, bucket: str, index: int) -> Batch:
+        sample = self.samples[bucket][index]
+        return {"pixels": frames_of(sample), "fps": torch.tensor(sample.fps, dtype=torch.float32)}
+
+
+def frames_of(sample: Sample) -> Tensor:
+    """The uint8 frames [3, F, H, W] that a sample trains on."""
+    frames, height, width = map(int, sample.bucket.split("x"))
+    return read_frames(Path(sample.path), sample.start, frames, height, width)
+
+
+class Encoders:
+    """The encoders of a run: what keys their encodings, which are missing, and who makes them when."""
+
+    def __init__(self, trainer, plan, texts: Iterable[str]):
+        """`texts`: captions besides the samples' own, such as "" and the validation prompts."""
+        self.trainer, self.plan, self.config = trainer, plan, trainer.config
+        self.texts = list(dict.fromkeys(["", *texts, *(s.caption for s in plan.samples)]))
+        self.cache = Cache(self.config.cache_dir)
+        self.pipes: dict[str, object] = {}
+        self.text = lru_cache(maxsize=1024)(self.read_text)
+
+    # -- keys ------------------------------------------------------------------------------------------------------
+
+    def facts(self, kind: str) -> dict:
+        """Everything besides the content that an encoding depends on."""
+        trainer, pretrained = self.trainer, self.trainer.pretrained
+        names = self.names(kind)
+        own = trainer.text_facts() if kind == "text" else {}
+        return {
+            "pipeline": pretrained.pipeline_name,
+            "weights": pretrained.fingerprint(names),
+            "code": code_digest(trainer.encode_text if kind == "text" else trainer.encode_video),
+            "dtype": [str(pretrained.dtype(name)) for name in names],
+            "cache_dtype": self.config.data.cache_dtype,
+            **own,
+        }
+
+    def names(self, kind: str) -> tuple[str, ...]:
+        """The components that encode text, or video."""
+        return self.trainer.pretrained.text_components if kind == "text" else ("vae",)
+
+    @cached_property
+    def text_facts(self) -> dict:
+        return self.facts("text")
+
+    @cached_property
+    def video_facts(self) -> dict:
+        return self.facts("video")
+
+    def text_items(self) -> list[Item]:
+        return [Item(text_key(self.text_facts, t), f"caption {t[:80]!r}", t) for t in self.texts]
+
+    def video_items(self) -> list[Item]:
+        items = (Item(self.video_key(s), f"{s.path} at {s.bucket}", s, s.bucket) for s in self.plan.samples)
+        return unique(items)
+
+    def video_key(self, sample: Sample) -> str:
+        tiles = memory.tiling_facts(self.config.memory.vae_tiling, *map(int, sample.bucket.split("x")))
+        return video_key(self.video_facts | tiles, sample.content, sample.start, sample.bucket)
+
+    def missing(self) -> dict[str, tuple[int, int]]:
+        """kind -> (how many the cache lacks, how many there are)."""
+        found = {}
+        for kind, items in (("captions", self.text_items()), ("clips", self.video_items())):
+            found[kind] = (sum(item.key not in self.cache for item in items), len(items))
+        return found
+
+    # -- the stage -------------------------------------------------------------------------------------------------
+
+    def fill(self) -> None:
+        """Encodes what the cache lacks, all ranks their share: text first, then video, never both encoders at once."""
+        only = self.config.precompute_only
+        if only != "video":
+            self.fill_kind("text", self.text_items(), self.encode_texts, read=None)
+        if only != "text":
+            self.fill_kind("video", self.video_items(), self.encode_pixels, read=frames_of)
+
+    def fill_kind(self, kind: str, items: list[Item], encode: Callable, read: Callable | None) -> None:
+        from tqdm import tqdm
+
+        accelerator, data = self.trainer.accelerator, self.config.data
+        while True:  # until nobody finds a gap: another launch that fills the same cache may shift the shares
+            waiting = [item for item in items if item.key not in self.cache]
+            accelerator.wait_for_everyone()  # all ranks look before any of them writes
+            if not accelerator.reduce(torch.tensor(len(waiting), device=accelerator.device), "sum").item():
+                break
+            mine = waiting[accelerator.process_index :: accelerator.num_processes]
+            with tqdm(
+                total=len(mine), desc=f"encoding {kind}", unit=kind, disable=not accelerator.is_main_process
+            ) as bar:
+                fill(self.cache, mine, encode, data.encode_batch_size, read, data.num_workers, lambda _: bar.update())
+            accelerator.wait_for_everyone()
+        self.free()
+
+    def require(self) -> None:
+        """For --stage train: everything must be there already."""
+        lacking = [f"{n} of {of} {kind}" for kind, (n, of) in self.missing().items() if n]
+        if lacking:
+            raise PlanError(
+                f"{self.cache.root}: {' and '.join(lacking)} are not encoded for these options; run --stage precompute "
+                "with the same options, or --stage all"
+            )
+
+    # -- encoding --------------------------------------------------------------------------------------------------
+
+    def pipe(self, kind: str):
+        """A pipeline that holds the text encoder, or the VAE, and nothing else; loaded at first use."""
+        if kind not in self.pipes:
+            pretrained = self.trainer.pretrained
+            parts = {name: pretrained.component(name) for name in self.names(kind)}
+            self.pipes[kind] = pretrained.assemble(pretrained.pipeline_type, **parts).to(self.trainer.device)
+        return self.pipes[kind]
+
+    def free(self) -> None:
+        """Gives the encoders' memory back."""
+        self.pipes.clear()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    @torch.no_grad()
+    def encode_texts(self, captions: list[str]) -> list[Batch]:
+        return self.rows(self.trainer.encode_text(self.pipe("text"), captions))
+
+    @torch.no_grad()
+    def encode_pixels(self, frames: list[Tensor]) -> list[Batch]:
+        """`frames`: uint8 [3, F, H, W] each, of one bucket."""
+        pipe = self.pipe("video")
+        pixels = to_pixels(torch.stack(frames).to(self.trainer.device))
+        memory.tile_vae(pipe.vae, self.config.memory.vae_tiling, *pixels.shape[-3:])
+        return self.rows(self.trainer.encode_video(pipe, pixels))
+
+    def rows(self, batch: Batch) -> list[Batch]:
+        trims = {sequence: mask for sequence, mask in self.trainer.trims.items() if sequence in batch}
+        return rows(batch, DTYPES[self.config.data.cache_dtype], trims)
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def read_text(self, caption: str) -> Batch:
+        """One encoded caption, without batch dimension: from the cache, or encoded now (data.precompute: off)."""
+        if self.config.data.precompute == "disk":
+            return self.cache.get(text_key(self.text_facts, caption))
+        return self.encode_texts([caption])[0]
+
+    def reader(self) -> "CachedRows | RawRows":
+        """What loader workers call for one sample of a bucket."""
+        groups = {b: [self.plan.samples[i] for i in at] for b, at in self.plan.buckets.items()}
+        if self.config.data.precompute == "off":
+            return RawRows(groups)
+        keys = {s: (self.video_key(s), text_key(self.text_facts, s.caption), s.fps) for s in self.plan.samples}
+        return CachedRows(self.cache, {b: [keys[s] for s in samples] for b, samples in groups.items()})
+
+    def finish(self, batch: Batch, bucket: str, picks: list[int]) -> Batch:
+        """A batch as the loader gives it, encoded if it is not yet."""
+        if "pixels" not in batch:
+            return batch
+        size, frames = self.config.data.encode_batch_size, list(batch["pixels"])
+        video = [row for i in range(0, len(frames), size) for row in self.encode_pixels(frames[i : i + size])]
+        samples = [self.plan.samples[self.plan.buckets[bucket][i]] for i in picks]
+        text = [self.text(s.caption) for s in samples]
+        return collate([v | t for v, t in zip(video, text, strict=True)]) | {"fps": batch["fps"]}

@@ -1,0 +1,102 @@
+"""The published pipeline that a run starts from: where its parts are, what they are, loading them one at a time."""
+
+import inspect
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from models import load
+from models.precision import DTYPES
+from trainers.config import Config
+
+
+class Pretrained:
+    """The model that the options name. Configs are read at once; weights are fetched and loaded when asked for.
+
+    `allowed`: the pipeline classes that the trainer is for. Methods raise models.load.ModelError.
+    """
+
+    def __init__(self, config: Config, allowed: tuple[str, ...]):
+        self.config, self.allowed = config, allowed
+        self.memo_path = config.cache_dir / "weights.json"
+
+    @cached_property
+    def folder(self) -> Path:
+        """The pipeline folder with model_index.json and the configs; for a single file that of model_config."""
+        c = self.config
+        found = load.resolve(c.model, c.model_revision, c.model_variant, names=())
+        if found.is_dir():
+            return found
+        if not c.model_config:
+            raise load.ModelError(
+                f"model {c.model}: a single file needs model_config, the pipeline folder or Hub id with its configs, "
+                "text encoder and tokenizer"
+            )
+        return load.resolve(c.model_config, names=())
+
+    @cached_property
+    def pipeline_name(self) -> str:
+        """The pipeline class that the folder names, one of the allowed."""
+        return load.pipeline_class(self.folder, self.allowed)
+
+    @property
+    def pipeline_type(self) -> type:
+        return self.type_named(self.pipeline_name)
+
+    @staticmethod
+    def type_named(name: str) -> type:
+        """A diffusers class by its name; diffusers is imported here and not before."""
+        import diffusers
+
+        return getattr(diffusers, name)
+
+    @cached_property
+    def text_components(self) -> tuple[str, ...]:
+        """All that turns captions into tensors: tokenizers, text encoders, image processors."""
+        names = [name for name, kind in load.model_index(self.folder).items() if isinstance(kind, list) and kind[0]]
+        return tuple(name for name in names if not name.startswith(("transformer", "vae", "scheduler")))
+
+    def component_config(self, name: str) -> dict:
+        """The config of a component, its override's if it has one."""
+        where = load.locate(self.folder, name, self.config.components.get(name), weights=False)
+        return load.component_config(where.parent, where.name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The precision a component is loaded in: components.<name>.dtype, else precision.weights."""
+        own = self.config.components.get(name)
+        return DTYPES[(own and own.dtype) or self.config.precision.weights]
+
+    def component(self, name: str):
+        """One component, loaded on the CPU: a network in eval mode, a tokenizer, a scheduler."""
+        c = self.config
+        return load.load(self.root(name), name, self.dtype(name), **self.source(name), variant=c.model_variant)
+
+    def fingerprint(self, names: tuple[str, ...]) -> str:
+        """SHA-256 over the files of the named components, remembered in cache_dir."""
+        c = self.config
+        root = self.root(*names)
+        config = None if root.is_dir() else self.folder
+        return load.fingerprint(root, names, self.memo_path, c.components, config, c.model_variant)
+
+    def root(self, *names: str) -> Path:
+        """The folder or single file with the weights of these components, downloaded if need be."""
+        c = self.config
+        own = [n for n in names if not (n in c.components and c.components[n].id)]
+        found = load.resolve(c.model, c.model_revision, c.model_variant, names=() if Path(c.model).is_file() else own)
+        if found.is_file():
+            load.resolve(c.model_config, names=own)
+        return found
+
+    def source(self, name: str) -> dict:
+        return {
+            "override": self.config.components.get(name),
+            "config": self.folder if Path(self.config.model).is_file() else None,
+        }
+
+    @staticmethod
+    def assemble(kind: type, **parts):
+        """A pipeline of these parts alone; the others are None."""
+        parameters = [p for p in inspect.signature(kind.__init__).parameters.values() if p.name != "self"]
+        empty = {p.name: None for p in parameters if p.default is inspect.Parameter.empty}
+        return kind(**(empty | parts))

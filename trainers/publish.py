@@ -1,0 +1,114 @@
+"""The result of a run in its output_dir: the last export, a model card, and a sample made as a user would make it."""
+
+import os
+import shutil
+from pathlib import Path
+
+from trainers.config import Config
+
+LORA = "pytorch_lora_weights.safetensors"
+
+
+def publish(checkpoint: Path, root: Path) -> list[Path]:
+    """Puts the export of `checkpoint` into `root` under the same names, file by file or folder by folder at once."""
+    out = []
+    for source in sorted(p for p in checkpoint.iterdir() if p.name != "state"):
+        target, fresh = root / source.name, root / f".{source.name}.partial"
+        if source.is_dir():
+            shutil.rmtree(fresh, ignore_errors=True)
+            shutil.copytree(source, fresh, copy_function=link_or_copy)
+            old = root / f".{source.name}.old"
+            shutil.rmtree(old, ignore_errors=True)
+            if target.exists():
+                target.rename(old)
+            fresh.rename(target)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            fresh.unlink(missing_ok=True)
+            link_or_copy(source, fresh)
+            os.replace(fresh, target)
+        out.append(target)
+    return out
+
+
+def link_or_copy(source, target) -> None:
+    """A hard link where the file system has them: an export of a large model is not stored twice."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def load_adapter(pipe, folder: Path) -> None:
+    """Loads an exported adapter into a pipeline with the base transformer, by the calls that the model card shows."""
+    from safetensors.torch import load_file
+
+    also = folder / "also_trained.safetensors"
+    if also.exists():
+        pipe.transformer.load_state_dict(load_file(also), strict=False)
+    if (folder / LORA).exists():
+        pipe.load_lora_weights(folder, weight_name=LORA)
+        return
+    from peft import PeftModel  # LoKr and LoHa, which load_lora_weights does not read
+
+    PeftModel.from_pretrained(pipe.transformer, folder)  # injects the adapter into the network in place
+
+
+def write_card(root: Path, pipeline_name: str, config: Config) -> Path:
+    """README.md for the Hub: what it is and the lines that load it. No local path is told."""
+    published = not Path(config.model).exists()
+    front = ["---", "library_name: diffusers", "tags:", "- text-to-video", f"- {config.method}", "- reeltune"]
+    front += [f"base_model: {config.model}"] if published else []
+    base = config.model if published else "PATH_OR_ID_OF_THE_BASE_MODEL"
+    lines = ["import torch", f"from diffusers import {pipeline_name}", ""]
+    if config.method == "lora":
+        lines += [
+            f'pipe = {pipeline_name}.from_pretrained("{base}", torch_dtype=torch.bfloat16).to("cuda")',
+            'pipe.load_lora_weights("THIS_REPOSITORY_OR_FOLDER")'
+            if (root / LORA).exists()
+            else 'peft.PeftModel.from_pretrained(pipe.transformer, "THIS_REPOSITORY_OR_FOLDER")',
+        ]
+        what = f"{config.lora.type} of rank {config.lora.rank}, alpha {config.lora.alpha:g}"
+    else:
+        lines += [
+            "from diffusers import AutoModel",
+            "",
+            'transformer = AutoModel.from_pretrained("THIS_REPOSITORY_OR_FOLDER", subfolder="transformer", '
+            "torch_dtype=torch.bfloat16)",
+            f'pipe = {pipeline_name}.from_pretrained("{base}", transformer=transformer, torch_dtype=torch.bfloat16)',
+        ]
+        what = "full fine-tune of the transformer"
+    buckets = ", ".join(map(str, config.data.buckets))
+    body = [
+        f"# {config.run_name or root.resolve().name}",
+        "",
+        f"A {what}, trained with reeltune at {buckets} (frames x height x width).",
+        "",
+        "```python",
+        *lines,
+        "```",
+    ]
+    path, partial = root / "README.md", root / ".README.md.partial"
+    partial.write_text("\n".join([*front, "---", "", *body]) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+    return path
+
+
+def sample(trainer) -> None:
+    """validation.from_export: the prompts once more, from the published files in a fresh network. On all ranks."""
+
+    def pipeline(prompt):
+        if trainer.config.method == "full":
+            kind = trainer.pretrained.type_named(trainer.transformer_class)
+            net = kind.from_pretrained(trainer.output_dir / "transformer", torch_dtype=trainer.dtype)
+        else:
+            net = trainer.pretrained.component("transformer")
+        pipe = trainer.sampling_pipeline(prompt, net.to(trainer.device).eval())
+        if trainer.config.method == "lora":
+            load_adapter(pipe, trainer.output_dir)
+        return pipe
+
+    trainer.validation.run(trainer.step, pipeline, "from_export")
+    trainer.accelerator.wait_for_everyone()
+    if trainer.accelerator.is_main_process:
+        trainer.validation.results(trainer.step, pipeline, "from_export")

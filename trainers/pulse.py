@@ -1,0 +1,101 @@
+"""What all ranks must know of a step, wall-clock time, and the numbers that name a random draw."""
+
+import hashlib
+import math
+import resource
+import sys
+import time
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class NonFiniteStep(ArithmeticError):
+    """A loss or gradient norm that is NaN or infinite; the message names the step and its samples."""
+
+
+def seed_of(*what: int | str) -> int:
+    """A seed in [0, 2**63) that names a draw, the same on every machine: SHA-256, since hash() differs by process."""
+    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "big") >> 1
+
+
+class Pulse:
+    """The mean loss, the gradient norm and any rank's wish to stop, in one small gather per step.
+
+    Sent without waiting for the device and read before the next update, when it has long arrived.
+    """
+
+    def __init__(self, accelerator):
+        self.accelerator, self.pending, self.stop = accelerator, False, 0
+
+    def send(self, losses: list[Tensor], norm: Tensor, stop: int) -> None:
+        """`losses`: one [B] per micro-step; `stop`: 0, or why this rank wants to stop."""
+        self.losses = losses
+        mean = torch.stack([loss.mean() for loss in losses]).mean()
+        row = torch.stack([mean, norm.to(mean), mean.new_full((), stop)])
+        rows = self.accelerator.gather(row[None])  # [world, 3]
+        self.rows, self.arrived = rows.to("cpu", non_blocking=True), None
+        if rows.is_cuda:
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+        self.pending = True
+
+    def read(self) -> tuple[float, float, bool]:
+        """(mean loss over the ranks, gradient norm, are both finite); sets `stop`."""
+        if self.arrived:
+            self.arrived.synchronize()
+        self.pending = False
+        loss, norm, stop = self.rows[:, 0].mean().item(), self.rows[:, 1].max().item(), self.rows[:, 2].max().item()
+        self.stop = int(stop)
+        return loss, norm, bool(self.rows[:, :2].isfinite().all())
+
+    def refuse(self, step: int, samples: list[str]) -> None:
+        """Raises NonFiniteStep, naming those of the step's samples (by slot) whose own loss is not finite, else all.
+
+        A collective: what every rank read is the same.
+        """
+        flags = self.accelerator.gather((~torch.stack(self.losses).isfinite())[None])  # [world, accumulation, batch]
+        odd = (
+            flags.transpose(0, 1).flatten().nonzero().flatten().tolist()
+        )  # slot = (micro * world + rank) * batch + row
+        loss, norm, _ = self.rows.mean(0).tolist()
+        named = "\n  ".join(dict.fromkeys(samples[slot] for slot in odd) if odd else dict.fromkeys(samples))
+        raise NonFiniteStep(
+            f"step {step}: loss {loss}, gradient norm {norm}. {'Samples with such a loss' if odd else 'Its samples'}:\n"
+            f"  {named}\nNothing of this step was saved. Look at these clips, lower optimizer.learning_rate or "
+            "optimizer.max_grad_norm, then go on with checkpoint.resume: latest"
+        )
+
+
+class Clock:
+    """Wall-clock time: seconds per step, saving and sampling not counted, and the end of train.max_hours."""
+
+    def __init__(self, step: int, max_hours: float | None):
+        self.mark, self.step = time.monotonic(), step
+        self.end = math.inf if max_hours is None else self.mark + 3600 * max_hours
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() > self.end
+
+    def lap(self, step: int) -> float:
+        """Seconds per step since the last lap."""
+        now = time.monotonic()
+        seconds = (now - self.mark) / max(1, step - self.step)
+        self.mark, self.step = now, step
+        return seconds
+
+    @contextmanager
+    def paused(self):
+        begun = time.monotonic()
+        yield
+        self.mark += time.monotonic() - begun
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most memory in use so far, in MiB: allocated on a CUDA device, else resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) >> 20
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20
