@@ -4,8 +4,8 @@ Two kinds of pattern, both case-sensitive and both required to match something:
 
 * modules (`lora.targets`, `lora.exclude`), as in peft: the end of a module's name (`to_q`, `ff.net.2`), or a regular
   expression for the whole name when it holds one of ``* + ? [ ] ( ) { } | ^ $ \\``;
-* parameters (`lora.also_train`, `train_modules`): a glob for the whole name (`*norm*`, `transformer_blocks.0.*`), the name
-  of a module (all below it), or a regular expression when it holds one of ``^ $ | ( ) + \\``.
+* parameters (`lora.also_train`, `train_modules`): a glob for the whole name (`*norm*`, `transformer_blocks.0.*`), the
+  name of a module (all below it), or a regular expression when it holds one of ``^ $ | ( ) + \\``.
 
 Names are the network's own, without what peft or a wrapper adds. Give these functions the unwrapped network.
 """
@@ -61,7 +61,7 @@ class Report:
         return f"training {self.trainable:,} of {self.total:,} numbers ({share:.2f} %): {', '.join(what)}"
 
 
-# -- choosing -----------------------------------------------------------------------------------------------------------
+# -- choosing --------------------------------------------------------------------------------------------------------
 
 
 def attach(net: nn.Module, options: LoraOptions, default_targets: Sequence[str], seed: int = 0) -> Report:
@@ -150,7 +150,7 @@ def _report(net: nn.Module, modules: list[str], parameters: list[str]) -> Report
     return Report(modules, parameters, count, sum(p.numel() for p in net.parameters()))
 
 
-# -- patterns -----------------------------------------------------------------------------------------------------------
+# -- patterns --------------------------------------------------------------------------------------------------------
 
 
 def _module_matches(name: str, pattern: str) -> bool:
@@ -186,7 +186,7 @@ def _nearest(pattern: str, names: list[str]) -> str:
     return f" (nearest: {', '.join(near)})" if near else ""
 
 
-# -- state --------------------------------------------------------------------------------------------------------------
+# -- state -----------------------------------------------------------------------------------------------------------
 
 
 def own_name(name: str) -> str:
@@ -231,7 +231,7 @@ def also_trained(net: nn.Module, full: Mapping[str, Tensor] | None = None) -> di
 
 
 def set_adapter_state(net: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copies what `adapter_state` gave, or a file's `AdapterFile.state`, into the adapter; ValueError for unknown keys."""
+    """Copies what `adapter_state` gave, or `AdapterFile.state`, into the adapter. ValueError for unknown keys."""
     from peft import set_peft_model_state_dict
 
     if unknown := sorted(state.keys() - adapter_state(net).keys()):
@@ -249,8 +249,8 @@ def scales(net: nn.Module) -> dict[str, float]:
 def load_lora_into(net: nn.Module, path: str | Path, renames: Mapping[str, str]) -> list[str]:
     """Starts the attached adapter from a file (`lora.init_from`): diffusers, ComfyUI or peft names.
 
-    Its rank, scale and kind must be those of the adapter, and every tensor in it must have a place; ValueError lists all
-    that does not fit. Returns the adapted modules that the file says nothing about: they start fresh.
+    Its rank, scale and kind must be those of the adapter, and every tensor in it must have a place; ValueError lists
+    all that does not fit. Returns the adapted modules that the file says nothing about: they start fresh.
     `renames`: as in models.lora_files.
     """
     file = lora_files.read(path, renames)

@@ -1,4 +1,4 @@
-"""What a user takes away: adapter files for diffusers and ComfyUI, or a transformer folder; and proof that they are right.
+"""What a user takes away: adapter files for diffusers and ComfyUI, or a transformer folder; and proof of both.
 
 Files of an adapter (each `save_*` writes into a folder that the caller renames once `verify_*` has passed):
 
@@ -35,7 +35,7 @@ class ExportError(ValueError):
     """Written weights that are unreadable, not finite, without effect, or not those of the network."""
 
 
-# -- adapters -----------------------------------------------------------------------------------------------------------
+# -- adapters --------------------------------------------------------------------------------------------------------
 
 
 def save_lora(
@@ -74,8 +74,8 @@ def verify_lora(
 ) -> None:
     """Reads back what `save_lora` wrote, as its users' loaders do, and compares it with the adapter of `net`.
 
-    Raises ExportError: unreadable, keys missing or too many, empty tensors, NaN or infinity, other values, another rank or
-    alpha, or an adapter without effect.
+    Raises ExportError: unreadable, keys missing or too many, empty tensors, NaN or infinity, other values, another rank
+    or alpha, or an adapter without effect.
     """
     live, prefix = _on_cpu(adapters.adapter_state(net, full)), _prefix(pipeline_class)
     file = folder / (DIFFUSERS_FILE if _is_lora(net) else PEFT_FILE)
@@ -149,7 +149,7 @@ def _prefixed(state: Mapping, prefix: str) -> dict:
     return {f"{prefix}.{key}": value for key, value in state.items()}
 
 
-# -- the transformer ----------------------------------------------------------------------------------------------------
+# -- the transformer -------------------------------------------------------------------------------------------------
 
 
 def save_transformer(
@@ -159,7 +159,7 @@ def save_transformer(
     full: Mapping[str, Tensor] | None = None,
     max_shard_size: str = "5GB",
 ) -> None:
-    """Writes `net` (unwrapped) as a diffusers folder in `dtype`, one shard in memory at a time; `net` stays as it is."""
+    """Writes `net` (unwrapped) as a diffusers folder in `dtype`, casting one shard at a time; `net` stays as it is."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
@@ -201,7 +201,7 @@ def _saved_dtype(net: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) 
     return torch.float32 if any(part in kept for part in name.split(".")) else dtype
 
 
-# -- comparing ----------------------------------------------------------------------------------------------------------
+# -- comparing -------------------------------------------------------------------------------------------------------
 
 
 def _on_cpu(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def encode_moments(vae, pixels: Tensor) -> Tensor:
-    """Posterior of `pixels` [B, 3, F, H, W] in [-1, 1]: [B, 2C, f, h, w] float32, mean then log-variance, not normalised.
+    """Posterior of `pixels` [B, 3, F, H, W] in [-1, 1]: [B, 2C, f, h, w] float32, mean and log-variance, raw.
 
-    Computed in the VAE's own device and dtype; the log-variance is clamped to [-30, 20], as diffusers does when it draws.
+    Computed in the VAE's own device and dtype; the log-variance is clamped to [-30, 20], as diffusers clamps it.
     """
     with torch.no_grad():
         posterior = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist
@@ -22,7 +22,7 @@ def normalize_moments(
 ) -> Tensor:
     """Posterior of (z - mean) * scaling_factor / std from the posterior of z, both [B, 2C, ...] float32.
 
-    `mean`, `std`: one number, or one per channel [C] (VAE buffers or config). The log-variance moves with the scale only.
+    `mean`, `std`: one number, or one per channel [C] (VAE buffers or config). The log-variance moves with the scale.
     """
     z_mean, z_logvar = moments.float().chunk(2, dim=1)
     mean, std = (_per_channel(x, z_mean) for x in (mean, std))

@@ -1,7 +1,7 @@
 """Finding and loading the components of a diffusers pipeline: from a folder, the Hub, or a single-file checkpoint.
 
-A component is a name in model_index.json: transformer, vae, text_encoder, tokenizer, scheduler ... Each is loaded alone,
-through its own library class, when it is needed.
+A component is a name in model_index.json: transformer, vae, text_encoder, tokenizer, scheduler ... Each is loaded
+alone, through its own library class, when it is needed.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ class Override(Protocol):
     dtype: str | None
 
 
-# -- finding ------------------------------------------------------------------------------------------------------------
+# -- finding ---------------------------------------------------------------------------------------------------------
 
 
 def resolve(
@@ -101,9 +101,10 @@ def locate(
     """The folder, or the single file, that holds component `name`.
 
     `model`: what `resolve` gave; `config`: for a single file, the pipeline folder that has everything else. An
-    override's Hub id is downloaded: all of the component, or without `weights` its config only.
+    override's Hub id is downloaded: all of the component, or without `weights` its config only (a single file has none:
+    the pipeline's holds).
     """
-    if override is not None and override.id:
+    if override is not None and override.id and (weights or not Path(override.id).expanduser().is_file()):
         return _locate_override(override, name, weights)
     if model.is_dir():
         return model / ((override and override.subfolder) or name)
@@ -132,7 +133,7 @@ def _locate_override(override: Override, name: str, weights: bool) -> Path:
 
 
 def weight_files(folder: Path, variant: str | None = None) -> tuple[list[Path], str | None]:
-    """The weight files that `from_pretrained(folder, variant=...)` reads, and the variant they are (None: the plain one).
+    """The weight files that `from_pretrained(folder, variant=...)` reads, and their variant (None: the plain one).
 
     A component without files of that variant falls back to the plain ones, as diffusers pipelines do. Files that an
     index lists are returned whether they exist or not; no weights at all give an empty list.
@@ -158,7 +159,7 @@ def _absent(folder: Path, variant: str | None) -> list[str]:
     return [f"{folder.name}/{file.name}" for file in files if not file.is_file()]
 
 
-# -- the Hub ------------------------------------------------------------------------------------------------------------
+# -- the Hub ---------------------------------------------------------------------------------------------------------
 
 
 def _hub_folder(model: str, revision: str | None, patterns: Sequence[str], what: str) -> Path:
@@ -241,7 +242,7 @@ def _incomplete(model: str, local: bool, absent: list[str], names: Sequence[str]
     return f"{model}: files are missing, {remedy}\n  {files}"
 
 
-# -- identity -----------------------------------------------------------------------------------------------------------
+# -- identity --------------------------------------------------------------------------------------------------------
 
 
 def fingerprint(
@@ -254,8 +255,8 @@ def fingerprint(
 ) -> str:
     """SHA-256 of everything that the components `names` are made of: weights, configs, tokenizer files.
 
-    Files are hashed once: `memo_path` (JSON) remembers them by path, size and time of change. A file in the Hub cache is
-    a link to a blob that is already named by its hash.
+    Files are hashed once: `memo_path` (JSON) remembers them by path, size and time of change. A file in the Hub cache
+    is a link to a blob that is already named by its hash.
     """
     overrides = overrides or {}
     memo = _read_memo(memo_path)
@@ -264,14 +265,14 @@ def fingerprint(
     for name in sorted(names):
         override = overrides.get(name)
         path = locate(model, name, override, config)
-        for file in _files(path, name, (override and override.variant) or variant, config):
+        for file in _files(path, name, (override and override.variant) or variant, config or model):
             digest.update(f"{name}\0{file.name}\0{_file_digest(file, known)}\n".encode())
     if known != memo:
         _write_memo(memo_path, known)
     return digest.hexdigest()
 
 
-def _files(path: Path, name: str, variant: str | None, config: Path | None) -> list[Path]:
+def _files(path: Path, name: str, variant: str | None, config: Path) -> list[Path]:
     if path.is_file():  # a single file takes its config from the pipeline folder
         return [path, *sorted((config / name).glob("*config.json"))]
     small = {file for pattern in SMALL_FILES for file in path.glob(pattern) if ".safetensors.index" not in file.name}
@@ -312,7 +313,7 @@ def _write_memo(path: Path, memo: dict[str, list]) -> None:
     os.replace(temporary, path)
 
 
-# -- loading ------------------------------------------------------------------------------------------------------------
+# -- loading ---------------------------------------------------------------------------------------------------------
 
 
 def load(
@@ -339,7 +340,7 @@ def load(
         return AutoTokenizer.from_pretrained(path, padding_side="right", local_files_only=True)
     try:
         if path.is_file():
-            return _from_single_file(kind, path, name, dtype or torch.float32, config)
+            return _from_single_file(kind, path, name, dtype or torch.float32, config or model)
         if issubclass(kind, torch.nn.Module):
             wanted = (override and override.variant) or variant
             return _from_folder(kind, path, dtype or torch.float32, wanted)
@@ -351,7 +352,7 @@ def load(
 
 
 def component_class(folder: Path, name: str) -> type:
-    """The class of component `name`, as model_index.json says: from diffusers or transformers, never from the repository."""
+    """The class of component `name` in model_index.json: diffusers' or transformers', never a repository's own code."""
     library, class_name = model_index(folder).get(name) or (None, None)
     if class_name is None:
         raise ModelError(f"{folder / INDEX}: this pipeline has no {name}")
@@ -385,7 +386,7 @@ def _from_folder(kind: type, folder: Path, dtype: torch.dtype, variant: str | No
     return module.eval()
 
 
-def _from_single_file(kind: type, file: Path, name: str, dtype: torch.dtype, config: Path | None):
+def _from_single_file(kind: type, file: Path, name: str, dtype: torch.dtype, config: Path):
     if not hasattr(kind, "from_single_file"):
         raise ModelError(f"{file}: diffusers cannot read a {kind.__name__} from a single file; use a pipeline folder")
     try:

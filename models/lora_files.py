@@ -1,8 +1,9 @@
 """Adapter files: the key names that diffusers and ComfyUI give the same tensors, and reading either.
 
-diffusers: `transformer.<module>.lora_A.weight`, rank and alpha in the file's metadata. ComfyUI: `diffusion_model.<module>`
-with the module names of the original checkpoint, an `.alpha` per module (the update is scaled by alpha / rank), and
-`dora_scale` for DoRA's magnitudes. LoKr and LoHa tensors have the same names in peft, LyCORIS and ComfyUI.
+diffusers: `transformer.<module>.lora_A.weight`, with rank and alpha in the file's metadata. ComfyUI:
+`diffusion_model.<module>` with the module names of the original checkpoint, an `.alpha` per module (the update is scaled
+by alpha / rank), and `dora_scale` for DoRA's magnitudes. LoKr and LoHa tensors have the same names in peft, LyCORIS and
+ComfyUI.
 """
 
 import json

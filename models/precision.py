@@ -1,7 +1,7 @@
 """Which precisions go together, and frozen weights stored in fp8.
 
 Measured with diffusers 0.42 and peft 0.21: with fp8 storage the LoRA and LoKr gradients equal, bit for bit, those of a
-network whose weights were rounded through fp8, with and without activation checkpointing; DoRA fails, see `problems`.
+network whose weights were rounded through fp8, with and without activation checkpointing; `problems` has what fails.
 """
 
 import re
@@ -44,8 +44,13 @@ def problems(config, half_precision: Sequence[str] = ("bf16",)) -> list[str]:
             found.append("precision.storage fp8 with method full: trained weights cannot live in fp8; use method lora")
         elif config.lora.type == "dora":
             found.append(
-                "precision.storage fp8 with lora.type dora: DoRA computes with the stored weights themselves, and there "
-                "is no fp8 arithmetic for that; use lora.type lora or precision.storage none"
+                "precision.storage fp8 with lora.type dora: DoRA computes with the stored weights themselves, which fp8 "
+                "cannot do; use lora.type lora or precision.storage none"
+            )
+        if config.memory.compile != "none":
+            found.append(
+                f"precision.storage fp8 with memory.compile {config.memory.compile}: compiled code keeps the weights for "
+                "the backward pass after they were cast back to fp8; use one of the two"
             )
     return found
 
@@ -59,8 +64,9 @@ def check(config, half_precision: Sequence[str] = ("bf16",)) -> None:
 def apply_storage(net: nn.Module, storage: str, compute: torch.dtype) -> list[str]:
     """Keeps the frozen layers of `net` in `storage` ("none" | "fp8") and casts each up to `compute` while it runs.
 
-    Call it after the adapter is attached and cast: peft copies a layer's dtype onto new adapter weights. Layers with a
-    trainable parameter, norms and what the model itself excludes stay as they are. Returns the stored parameters' names.
+    Call it after the adapter is attached and cast: peft copies a layer's dtype onto new adapter weights. Run the network
+    under autocast then, unless `compute` is float32. Layers with a trainable parameter, norms and what the model itself
+    excludes stay as they are. Returns the stored parameters' names.
     """
     if storage == "none":
         return []
@@ -77,6 +83,6 @@ def apply_storage(net: nn.Module, storage: str, compute: torch.dtype) -> list[st
     )
     apply_layerwise_casting(net, DTYPES[storage], compute, skip)
     stored = [name for name, p in net.named_parameters() if p.dtype == DTYPES[storage]]
-    # DistributedDataParallel would broadcast them at the start, which gloo cannot do in fp8; every rank loaded the same.
+    # DistributedDataParallel broadcasts at its start, which gloo cannot do in fp8; every rank has loaded the same.
     net._ddp_params_and_buffers_to_ignore = stored
     return stored

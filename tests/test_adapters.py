@@ -48,7 +48,7 @@ def train(net, steps=2):
     net.eval()
 
 
-# -- attaching --------------------------------------------------------------------------------------------------------
+# -- attaching -------------------------------------------------------------------------------------------------------
 
 
 def test_report_names_and_counts(net):
@@ -127,7 +127,9 @@ def test_patterns_mean_module_endings_or_regular_expressions(tiny_ltx):
     def modules(**given):
         return adapters.attach(load.load(tiny_ltx, "transformer"), options(**given), TARGETS).modules
 
-    assert modules(targets=[r".*attn1\.to_[qk]"]) == [f"transformer_blocks.{i}.attn1.to_{x}" for i in (0, 1) for x in "qk"]
+    assert modules(targets=[r".*attn1\.to_[qk]"]) == [
+        f"transformer_blocks.{i}.attn1.to_{x}" for i in (0, 1) for x in "qk"
+    ]
     assert modules(targets=["(transformer_blocks).*(ff.net.2)"]) == [f"transformer_blocks.{i}.ff.net.2" for i in (0, 1)]
     assert modules(targets=["to_q"], exclude=[r".*\.attn2\..*", "0.attn1.to_q"]) == ["transformer_blocks.1.attn1.to_q"]
     # A whole name is that module alone, though others end like it: linear_1 of two different parents.
@@ -172,7 +174,7 @@ def test_cast_trainable_only(tiny_ltx):
     assert all(p.dtype == torch.bfloat16 for p in net.parameters() if not p.requires_grad)
 
 
-# -- state and files --------------------------------------------------------------------------------------------------
+# -- state and files -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -235,7 +237,10 @@ def test_init_from_that_does_not_fit(tiny_ltx, tmp_path):
         (dict(alpha=4.0), r"alpha 8 in the file, alpha 4 here"),
         (dict(type="dora"), "another type of adapter"),
         (dict(type="loha"), "another type of adapter"),
-        (dict(targets=["to_q"]), "12 modules that lora.targets does not cover, such as transformer_blocks.0.attn1.to_k"),
+        (
+            dict(targets=["to_q"]),
+            "12 modules that lora.targets does not cover, such as transformer_blocks.0.attn1.to_k",
+        ),
         (dict(targets=["to_q"], rank=2), r"12 modules .*rank 4 in the file, lora.rank 2 here"),
     ):
         with pytest.raises(ValueError, match=f"lora.init_from .*pytorch_lora_weights.safetensors does not fit.*{says}"):
@@ -247,7 +252,10 @@ def test_init_from_unreadable_files(net, tmp_path):
     for make, says in (
         (lambda p: None, "no such file or folder"),
         (lambda p: p.write_bytes(b"short"), "cannot be read as safetensors"),
-        (lambda p: save_file({"lora_unet_x.lora_up.weight": torch.zeros(1)}, p), "neither transformer. .* nor diffusion_model"),
+        (
+            lambda p: save_file({"lora_unet_x.lora_up.weight": torch.zeros(1)}, p),
+            "neither transformer. .* nor diffusion_model",
+        ),
         (lambda p: save_file({"transformer.x.weight": torch.zeros(1)}, p), "not adapter tensors: x.weight"),
     ):
         make(tmp_path / "file.safetensors")

@@ -55,7 +55,7 @@ def both(pipeline_class, net, folder):
     export.verify_lora(pipeline_class, folder, net, RENAMES)
 
 
-# -- diffusers and peft -----------------------------------------------------------------------------------------------
+# -- diffusers and peft ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", LORAS)
@@ -135,7 +135,7 @@ def test_also_trained_parameters_have_their_own_file(tiny_ltx, pipeline_class, t
     assert torch.equal(call(pipe.transformer), call(net))
 
 
-# -- ComfyUI ----------------------------------------------------------------------------------------------------------
+# -- ComfyUI ---------------------------------------------------------------------------------------------------------
 
 
 def comfy_delta(leaves, shape):
@@ -157,7 +157,9 @@ def comfy_delta(leaves, shape):
     return torch.kron(*factors).reshape(shape) * (1.0 if alpha is None or rank is None else alpha / rank)
 
 
-@pytest.mark.parametrize(("kind", "rank"), [("lora", 4), ("rslora", 4), ("lora", 3), ("loha", 4), ("lokr", 2), ("lokr", 4)])
+@pytest.mark.parametrize(
+    ("kind", "rank"), [("lora", 4), ("rslora", 4), ("lora", 3), ("loha", 4), ("lokr", 2), ("lokr", 4)]
+)
 def test_comfyui_adds_what_peft_adds(kind, rank, tiny_ltx, pipeline_class, tmp_path):
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -200,7 +202,7 @@ def test_renaming_that_could_not_be_undone_is_refused():
         lora_files.diffusers_to_comfy(state, {"patchify_proj": 1.0}, RENAMES)
 
 
-# -- files that must not be accepted ----------------------------------------------------------------------------------
+# -- files that must not be accepted ---------------------------------------------------------------------------------
 
 
 def edit(file, change):
@@ -268,7 +270,7 @@ def test_nan_in_the_network_itself(tiny_ltx, pipeline_class, tmp_path):
         export.verify_lora(pipeline_class, tmp_path, net, RENAMES)
 
 
-# -- full fine-tune ---------------------------------------------------------------------------------------------------
+# -- full fine-tune --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -30,7 +30,9 @@ def test_log_variance_is_clamped():
         def encode(self, x):
             from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-            self.latent_dist = DiagonalGaussianDistribution(torch.tensor([1.0, 99.0, 2.0, -99.0]).reshape(2, 2, 1, 1, 1))
+            self.latent_dist = DiagonalGaussianDistribution(
+                torch.tensor([1.0, 99.0, 2.0, -99.0]).reshape(2, 2, 1, 1, 1)
+            )
             return self
 
     moments = latents.encode_moments(Wild(), torch.zeros(2, 3, 1, 1, 1))

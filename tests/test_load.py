@@ -46,7 +46,7 @@ def hub(tiny_ltx, tmp_path, monkeypatch):
     return snapshot
 
 
-# -- loading ----------------------------------------------------------------------------------------------------------
+# -- loading ---------------------------------------------------------------------------------------------------------
 
 
 def test_every_component_is_what_its_pipeline_would_load(tiny_ltx):
@@ -60,7 +60,9 @@ def test_every_component_is_what_its_pipeline_would_load(tiny_ltx):
         if isinstance(own, torch.nn.Module):
             assert not own.training
             states = own.state_dict(), theirs.state_dict()
-            assert states[0].keys() == states[1].keys() and all(torch.equal(states[0][k], states[1][k]) for k in states[0])
+            assert states[0].keys() == states[1].keys() and all(
+                torch.equal(states[0][k], states[1][k]) for k in states[0]
+            )
     assert load.load(model, "tokenizer")("a cat").input_ids == pipe.tokenizer("a cat").input_ids
 
 
@@ -78,7 +80,9 @@ def test_component_from_elsewhere(tiny_ltx, tiny_ltx_condition, folder):
     assert alone.config.timestep_conditioning  # a folder that is the component
     (folder / "vae").rename(folder / "old_vae")
     assert load.load(folder, "vae", override=override(subfolder="old_vae")).config.latent_channels == 16
-    with pytest.raises(ModelError, match="this is a AutoencoderKLLTXVideo, and the pipeline needs a LTXVideoTransformer"):
+    with pytest.raises(
+        ModelError, match="this is a AutoencoderKLLTXVideo, and the pipeline needs a LTXVideoTransformer"
+    ):
         load.load(tiny_ltx, "transformer", override=override(id=str(tiny_ltx), subfolder="vae"))
 
 
@@ -103,7 +107,9 @@ def test_llama_tokenizers_go_through_auto(folder):
     shutil.rmtree(folder / "tokenizer")
     PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>").save_pretrained(folder / "tokenizer")
     config = json.loads((folder / "tokenizer" / "tokenizer_config.json").read_text())
-    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "LlamaTokenizerFast"}))
+    (folder / "tokenizer" / "tokenizer_config.json").write_text(
+        json.dumps(config | {"tokenizer_class": "LlamaTokenizerFast"})
+    )
     index = load.model_index(folder) | {"tokenizer": ["transformers", "LlamaTokenizerFast"]}
     (folder / "model_index.json").write_text(json.dumps(index))
     tokenizer = load.load(folder, "tokenizer")
@@ -112,7 +118,7 @@ def test_llama_tokenizers_go_through_auto(folder):
     assert len(tokenizer("a cat").input_ids) == 5
 
 
-# -- single files -----------------------------------------------------------------------------------------------------
+# -- single files ----------------------------------------------------------------------------------------------------
 
 
 def original_names(folder):
@@ -125,7 +131,11 @@ def original_names(folder):
         state[f"model.diffusion_model.{key}"] = tensor
     encoder = [("down_blocks.0.downsamplers.0", "down_blocks.1"), ("down_blocks.1.downsamplers.0", "down_blocks.4")]
     encoder += [("down_blocks.2.downsamplers.0", "down_blocks.7"), ("down_blocks.0", "down_blocks.0")]
-    encoder += [("down_blocks.1", "down_blocks.3"), ("down_blocks.2", "down_blocks.6"), ("down_blocks.3", "down_blocks.8")]
+    encoder += [
+        ("down_blocks.1", "down_blocks.3"),
+        ("down_blocks.2", "down_blocks.6"),
+        ("down_blocks.3", "down_blocks.8"),
+    ]
     encoder += [("mid_block", "down_blocks.9")]
     decoder = [("up_blocks.0.upsamplers.0", None), ("up_blocks.1.upsamplers.0", "up_blocks.2")]
     decoder += [("up_blocks.2.upsamplers.0", "up_blocks.5"), ("up_blocks.3.upsamplers.0", "up_blocks.8")]
@@ -138,9 +148,10 @@ def original_names(folder):
                 rest = theirs + rest.removeprefix(ours)
                 break
         key = f"{side}.{rest}".rstrip(".").replace("resnets", "res_blocks")
-        key = {"latents_mean": "per_channel_statistics.mean-of-means", "latents_std": "per_channel_statistics.std-of-means"}.get(
-            key, key
-        )
+        key = {
+            "latents_mean": "per_channel_statistics.mean-of-means",
+            "latents_std": "per_channel_statistics.std-of-means",
+        }.get(key, key)
         state[f"vae.{key}"] = tensor
     return state
 
@@ -186,7 +197,7 @@ def test_single_file_that_lacks_weights_or_is_cut_short(single, tiny_ltx, tmp_pa
         load.resolve(tmp_path / "model.ckpt")
 
 
-# -- what is wrong with a folder --------------------------------------------------------------------------------------
+# -- what is wrong with a folder -------------------------------------------------------------------------------------
 
 
 def test_folders_that_are_no_pipeline(tmp_path, tiny_ltx):
@@ -197,7 +208,9 @@ def test_folders_that_are_no_pipeline(tmp_path, tiny_ltx):
         load.resolve(tmp_path)
     with pytest.raises(ModelError, match=r"a single LTXVideoTransformer3DModel, not a pipeline"):
         load.resolve(tiny_ltx / "transformer")
-    with pytest.raises(ModelError, match=r"this is a LTXPipeline, and this trainer is for WanPipeline or MochiPipeline"):
+    with pytest.raises(
+        ModelError, match=r"this is a LTXPipeline, and this trainer is for WanPipeline or MochiPipeline"
+    ):
         load.pipeline_class(tiny_ltx, ("WanPipeline", "MochiPipeline"))
     assert load.pipeline_class(tiny_ltx, ("LTXPipeline",)) == "LTXPipeline"
 
@@ -243,7 +256,7 @@ def test_configs_without_diffusers(tiny_ltx):
         load.component_config(tiny_ltx, "unet")
 
 
-# -- the Hub ----------------------------------------------------------------------------------------------------------
+# -- the Hub ---------------------------------------------------------------------------------------------------------
 
 
 def test_cached_snapshot_is_used_offline(hub):
@@ -315,7 +328,7 @@ def test_only_needed_files_are_asked_for(hub, monkeypatch):
     assert not wanted("transformer/diffusion_pytorch_model.bf16.safetensors")
 
 
-# -- fingerprints -----------------------------------------------------------------------------------------------------
+# -- fingerprints ----------------------------------------------------------------------------------------------------
 
 
 def test_fingerprint_changes_with_what_is_loaded_only(folder, tmp_path):

@@ -104,8 +104,8 @@ def test_all_problems_come_together(tmp_path):
         tmp_path, videos=b"videos/a.mp4\nvideos/nope.mp4\nvideos\nvideos/d.mp4\n", prompts=b"1\n2\n3\n\xff"
     )
     problems = problems_of(root, 3)
-    assert f"line 2: no such file videos/nope.mp4 (tried {root / 'videos/nope.mp4'})" in problems[0]
-    assert "line 3" in problems[1] and "prompts.txt line 4" in problems[2]
+    assert f"line 2: no such file videos/nope.mp4 (tried {root / 'videos/nope.mp4'})" in problems[1]
+    assert "prompts.txt line 4" in problems[0] and "videos.txt line 3" in problems[2]
 
 
 def test_a_missing_clip_shifts_nobody(tmp_path):
@@ -275,7 +275,9 @@ def test_jsonl_problems(tmp_path):
     first, *rest = problems_of(root, 5)
     assert f"{listing} line 2 column {bad.index('hi') + 1}" in first
     assert [f"line {n}" in problem for n, problem in zip((3, 4, 5, 6), rest, strict=True)] == [True] * 4
-    assert "no caption or text or prompt" in rest[1] and "must be text" in rest[2] and "half a character" in rest[3]
+    assert (
+        "no column caption or text or prompt" in rest[1] and "must be text" in rest[2] and "half a character" in rest[3]
+    )
 
 
 # -- sources --------------------------------------------------------------------------------------------------------

@@ -20,13 +20,17 @@ def test_loads_and_runs_as_published(name, tmp_path):
     pipe = DiffusionPipeline.from_pretrained(folder)
     assert type(pipe).__name__ == CLASSES[name]
     assert (pipe.vae.spatial_compression_ratio, pipe.vae.temporal_compression_ratio) == (32, 8)
-    assert not torch.equal(pipe.vae.latents_mean, torch.zeros(16)) and not torch.equal(pipe.vae.latents_std, torch.ones(16))
+    assert not torch.equal(pipe.vae.latents_mean, torch.zeros(16)) and not torch.equal(
+        pipe.vae.latents_std, torch.ones(16)
+    )
     pipe.set_progress_bar_config(disable=True)
     call = dict(height=64, width=96, num_frames=17, num_inference_steps=2, output_type="pt", max_sequence_length=16)
     if name == "ltx-condition":
         call |= {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
         assert pipe.vae.config.timestep_conditioning and pipe.vae.decoder.scale_shift_table is not None
-    videos = [pipe(prompt=prompt, generator=torch.Generator().manual_seed(0), **call).frames for prompt in ("a cat", "a dog")]
+    videos = [
+        pipe(prompt=prompt, generator=torch.Generator().manual_seed(0), **call).frames for prompt in ("a cat", "a dog")
+    ]
     assert videos[0].shape == (1, 17, 3, 64, 96) and all(v.isfinite().all() for v in videos)
     assert not torch.equal(*videos)  # the text matters
 
@@ -59,7 +63,9 @@ def test_width_gives_matrices_that_quantised_optimizers_take(tmp_path):
 def test_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tiny", "ltx", str(tmp_path / "made")])
     runpy.run_module("models.tiny", run_name="__main__")
-    assert capsys.readouterr().out.strip() == str(tmp_path / "made") and (tmp_path / "made" / "model_index.json").exists()
+    assert (
+        capsys.readouterr().out.strip() == str(tmp_path / "made") and (tmp_path / "made" / "model_index.json").exists()
+    )
     monkeypatch.setattr(sys, "argv", ["tiny"])
     with pytest.raises(SystemExit, match=r"usage: python -m models.tiny \{ltx,ltx-condition\} FOLDER"):
         runpy.run_module("models.tiny", run_name="__main__")

@@ -16,7 +16,7 @@ def accelerator(config: Config):
     made = Accelerator(
         mixed_precision=mixed_precision(config),
         gradient_accumulation_steps=config.train.gradient_accumulation_steps,
-        log_with=config.report_to,
+        log_with=config.report_to or None,
         project_dir=config.output_dir,
         step_scheduler_with_optimizer=False,
         kwargs_handlers=[
