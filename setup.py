@@ -30,7 +30,7 @@ setup(
     version="0.1.0",
     description="Fine-tune video diffusion models, LoRA or full, on one GPU or many nodes",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=">=3.11",  # diffusers, transformers, av and numpy of these ranges need it
     packages=["trainers", "models", "data"],
     install_requires=REQUIRES,
     extras_require={"deepspeed": DEEPSPEED, "dev": [*DEEPSPEED, "pytest>=9.2,<10", "ruff>=0.17.6,<0.18"]},

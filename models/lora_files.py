@@ -1,9 +1,9 @@
 """Adapter files: the key names that diffusers and ComfyUI give the same tensors, and reading either.
 
 diffusers: `transformer.<module>.lora_A.weight`, with rank and alpha in the file's metadata. ComfyUI:
-`diffusion_model.<module>` with the module names of the original checkpoint, an `.alpha` per module (the update is scaled
-by alpha / rank), and `dora_scale` for DoRA's magnitudes. LoKr and LoHa tensors have the same names in peft, LyCORIS and
-ComfyUI.
+`diffusion_model.<module>` with the module names of the original checkpoint, an `.alpha` per module (the update is
+scaled by alpha / rank), and `dora_scale` for DoRA's magnitudes. LoKr and LoHa tensors have the same names in peft,
+LyCORIS and ComfyUI.
 """
 
 import json
@@ -125,7 +125,8 @@ def read(path: str | Path, renames: Mapping[str, str]) -> AdapterFile:
     path = _file(Path(path).expanduser())
     try:
         with safe_open(path, framework="pt") as file:
-            state, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}
+            keys, metadata = file.keys(), file.metadata() or {}
+            state = {key: file.get_tensor(key) for key in keys}
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path}: cannot be read as safetensors: {error}") from error
     prefix = next((p for p in ("transformer", "base_model.model", COMFY_PREFIX) if _all_begin(state, p)), None)

@@ -44,13 +44,13 @@ def problems(config, half_precision: Sequence[str] = ("bf16",)) -> list[str]:
             found.append("precision.storage fp8 with method full: trained weights cannot live in fp8; use method lora")
         elif config.lora.type == "dora":
             found.append(
-                "precision.storage fp8 with lora.type dora: DoRA computes with the stored weights themselves, which fp8 "
-                "cannot do; use lora.type lora or precision.storage none"
+                "precision.storage fp8 with lora.type dora: DoRA computes with the stored weights themselves, which "
+                "fp8 cannot do; use lora.type lora or precision.storage none"
             )
         if config.memory.compile != "none":
             found.append(
-                f"precision.storage fp8 with memory.compile {config.memory.compile}: compiled code keeps the weights for "
-                "the backward pass after they were cast back to fp8; use one of the two"
+                f"precision.storage fp8 with memory.compile {config.memory.compile}: compiled code keeps weights for "
+                "the backward pass that are cast back to fp8 before it; use one of the two"
             )
     return found
 
@@ -64,9 +64,9 @@ def check(config, half_precision: Sequence[str] = ("bf16",)) -> None:
 def apply_storage(net: nn.Module, storage: str, compute: torch.dtype) -> list[str]:
     """Keeps the frozen layers of `net` in `storage` ("none" | "fp8") and casts each up to `compute` while it runs.
 
-    Call it after the adapter is attached and cast: peft copies a layer's dtype onto new adapter weights. Run the network
-    under autocast then, unless `compute` is float32. Layers with a trainable parameter, norms and what the model itself
-    excludes stay as they are. Returns the stored parameters' names.
+    Call it after the adapter is attached and cast: peft copies a layer's dtype onto new adapter weights. Then run the
+    network under autocast, unless `compute` is float32. Layers with a trainable parameter, norms and what the model
+    itself excludes stay as they are. Returns the stored parameters' names.
     """
     if storage == "none":
         return []

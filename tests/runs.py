@@ -124,3 +124,40 @@ def _rank(rank, world, port, pipe, function, arguments):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # no interpreter shutdown: gloo's threads can abort it
+
+
+class Interrupted(Exception):
+    """What `interrupted` ends a run with."""
+
+
+def interrupted(kind, step: int):
+    """The trainer class `kind`, whose runs die right after optimizer step `step`, saved or not, as by a kill."""
+
+    class Dying(kind):
+        def after_step(self) -> None:
+            super().after_step()
+            if self.step == step:
+                raise Interrupted
+
+    Dying.__name__ = kind.__name__  # a checkpoint names the class that made it
+    return Dying
+
+
+def recorded(kind):
+    """The trainer class `kind`, which also keeps in `records` what each row trained on.
+
+    (step, slot, sample's index among the plan's, its loss, its learning rate is in metrics.jsonl)
+    """
+
+    class Recorded(kind):
+        def __init__(self, config):
+            super().__init__(config)
+            self.records: list[tuple[int, int, float]] = []
+
+        def loss(self, batch):
+            loss = super().loss(batch)
+            self.records += [(self.step, slot, value) for slot, value in zip(self.slots, loss.tolist(), strict=True)]
+            return loss
+
+    Recorded.__name__ = kind.__name__
+    return Recorded

@@ -1,4 +1,4 @@
-"""Exported files, read by the loaders that users have, give the network that was trained; bad ones are never accepted."""
+"""Exported files, read by the loaders that users have, give the trained network; bad ones are never accepted."""
 
 import json
 from types import SimpleNamespace
@@ -319,9 +319,9 @@ def test_bad_transformer_folders(full_net, tmp_path):
         export.verify_transformer(tmp_path, full_net, torch.float32)
     shard.write_bytes(whole)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(ExportError, match="config.json"):
+    with pytest.raises(ExportError, match=r"config\.json"):
         export.verify_transformer(tmp_path, full_net, torch.float32)
     full_net.proj_in.weight.data[0, 0] = float("nan")
     export.save_transformer(full_net, tmp_path / "nan", torch.float32)
-    with pytest.raises(ExportError, match="proj_in.weight not finite"):
+    with pytest.raises(ExportError, match=r"proj_in\.weight not finite"):
         export.verify_transformer(tmp_path / "nan", full_net, torch.float32)

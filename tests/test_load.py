@@ -27,7 +27,7 @@ def folder(tiny_ltx, tmp_path):
 
 @pytest.fixture
 def hub(tiny_ltx, tmp_path, monkeypatch):
-    """A Hub cache that holds owner/tiny as huggingface_hub lays it out: snapshots of links to blobs. Gives its snapshot."""
+    """A Hub cache with owner/tiny as huggingface_hub lays it out, links to blobs; gives the snapshot folder."""
     from huggingface_hub import constants
 
     root = tmp_path / "hub" / "models--owner--tiny"
@@ -178,6 +178,8 @@ def test_single_file_takes_the_rest_from_the_pipeline_folder(single, tiny_ltx, t
     transformer_only = {k: v for k, v in load_file(single).items() if not k.startswith("vae.")}
     save_file(transformer_only, tmp_path / "no_vae.safetensors")
     assert load.locate(tmp_path / "no_vae.safetensors", "vae", config=tiny_ltx) == tiny_ltx / "vae"
+    assert load.load(tiny_ltx, "transformer", override=override(id=str(single))).config.num_layers == 2
+    assert load.locate(tiny_ltx, "vae", override(id=str(single)), weights=False) == tiny_ltx / "vae"
     with pytest.raises(ModelError, match="needs model_config"):
         load.load(single, "transformer")
 
@@ -193,7 +195,7 @@ def test_single_file_that_lacks_weights_or_is_cut_short(single, tiny_ltx, tmp_pa
     with pytest.raises(ModelError, match=r"cut\.safetensors"):
         load.load(cut, "transformer", config=tiny_ltx)
     (tmp_path / "model.ckpt").write_bytes(b"x")
-    with pytest.raises(ModelError, match="only .safetensors files are read"):
+    with pytest.raises(ModelError, match=r"only \.safetensors files are read"):
         load.resolve(tmp_path / "model.ckpt")
 
 
@@ -252,7 +254,7 @@ def test_component_class_is_never_arbitrary_code(folder):
 
 def test_configs_without_diffusers(tiny_ltx):
     assert load.component_config(tiny_ltx, "transformer")["num_layers"] == 2
-    with pytest.raises(ModelError, match="no unet/config.json"):
+    with pytest.raises(ModelError, match=r"no unet/config\.json"):
         load.component_config(tiny_ltx, "unet")
 
 
@@ -383,5 +385,7 @@ def test_fingerprint_follows_overrides_and_single_files(tiny_ltx, tiny_ltx_condi
     assert load.fingerprint(tiny_ltx, ("vae",), memo, other) != load.fingerprint(tiny_ltx, ("vae",), memo)
     whole = load.fingerprint(single, ("vae",), memo, config=tiny_ltx)
     assert whole != load.fingerprint(tiny_ltx, ("vae",), memo)
+    from_file = {"vae": override(id=str(single))}
+    assert load.fingerprint(tiny_ltx, ("vae",), memo, from_file) == whole
     text = load.fingerprint(single, ("text_encoder",), memo, config=tiny_ltx)
     assert text == load.fingerprint(tiny_ltx, ("text_encoder",), memo)

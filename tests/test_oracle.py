@@ -1,20 +1,20 @@
-"""The oracle round trip: the real diffusers pipeline, with its transformer replaced by the trainer's own training target.
+"""The oracle round trip: the real diffusers pipeline, its transformer replaced by the trainer's own training target.
 
-At every denoising step the fake transformer asks the trainer what it would have fed the network at that noise level, and
-compares every keyword with what the pipeline feeds it. It answers with the trainer's target (and with rubbish where the
+At every denoising step the fake transformer asks the trainer what it would have fed the network at that noise level,
+and compares every keyword with what the pipeline feeds it. It answers with the trainer's target (and with rubbish where the
 trainer's loss is masked). If sign, scale, timestep, packing and coordinates are right, the clip comes back.
 """
 
 import types
 
 import pytest
-import runs
 import torch
 from diffusers import DiffusionPipeline, LTXImageToVideoPipeline
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.utils.torch_utils import randn_tensor
 from PIL import Image
 
+import runs
 from data.batches import collate
 from trainers.ltx import LTXTrainer
 from trainers.precompute import rows
@@ -164,7 +164,7 @@ def test_clip_comes_back(folders, clips, tmp_path, family, first, batch):
     assert pixels < 2e-3
 
 
-# -- negative controls: each planted fault must be seen ------------------------------------------------------------------
+# -- negative controls: each planted fault must be seen ---------------------------------------------------------------
 
 
 def flipped_sign(oracle):

@@ -19,6 +19,7 @@ def config(**given):
         precision=SimpleNamespace(weights="bf16", trainable="fp32", storage="none"),
         optimizer=SimpleNamespace(name="adamw"),
         lora=SimpleNamespace(type="lora"),
+        memory=SimpleNamespace(compile="none"),
     )
     for path, value in given.items():
         section, _, name = path.rpartition("__")
@@ -37,6 +38,7 @@ def test_what_is_refused_and_what_is_not():
         (dict(precision__trainable="bf16"), "precision.trainable bf16 with optimizer.name adamw: .*adamw8bit-ao"),
         (dict(precision__storage="fp8", method="full"), "precision.storage fp8 with method full"),
         (dict(precision__storage="fp8", lora__type="dora"), "precision.storage fp8 with lora.type dora"),
+        (dict(precision__storage="fp8", memory__compile="blocks"), "precision.storage fp8 with memory.compile blocks"),
     ):
         (line,) = precision.problems(config(**given))
         assert re.search(says, line)

@@ -245,7 +245,7 @@ class Trainer(ABC):
         self.finish()
 
     def batches(self) -> Iterator[Batch]:
-        """Micro-batches from the current step to the last, on the device; sets the slots that randomness is keyed by."""
+        """Micro-batches up to the last step, on the device; sets the slots that randomness is keyed by."""
         c, a = self.config, self.accelerator
         accumulation, workers = a.gradient_accumulation_steps, c.data.num_workers
         micro = MicroBatches(
@@ -259,7 +259,8 @@ class Trainer(ABC):
             prefetch_factor=4 if workers else None,
             pin_memory=self.device.type == "cuda",
         )
-        for n, (self.slots, bucket, picks, batch) in enumerate(loader, self.step * accumulation):
+        for n, (slots, bucket, picks, batch) in enumerate(loader, self.step * accumulation):
+            self.slots = slots
             # For what draws from torch's global generator all the same: lora.dropout, stochastic rounding.
             torch.manual_seed(seed_of(c.train.seed, n // accumulation, n % accumulation, a.process_index))
             yield to_device(self.encoders.finish(batch, bucket, picks), self.device)
@@ -310,7 +311,7 @@ class Trainer(ABC):
             return
         self.settle()
         with self.clock.paused():
-            self.validation.run(self.step)
+            self.validation.run(self.step, stop=lambda: bool(self.stop_signal))
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
                 done = [s for s in self.validation.results(self.step) if s.file]
@@ -445,7 +446,7 @@ class Trainer(ABC):
         return self.pretrained.component("vae")
 
     def pipeline(self, prompt):
-        """A pipeline that samples `prompt` with the live network, a fresh scheduler and the VAE, without text encoder."""
+        """A pipeline that samples `prompt`: the live network, a fresh scheduler, the VAE, no text encoder."""
         return self.sampling_pipeline(prompt, self.network)
 
     def sampling_pipeline(self, prompt, network):

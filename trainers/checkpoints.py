@@ -85,7 +85,7 @@ def save(accelerator, root: Path, step: int, write_export: Callable[[Path], None
 
 
 def prune(root: Path, keep: int, keep_exports: int | None) -> None:
-    """Deletes the resume state of all but the newest `keep` checkpoints, and the exports beyond `keep_exports` (None: none)."""
+    """Deletes the resume state beyond the newest `keep` checkpoints, the exports beyond `keep_exports` (None: none)."""
     folders = numbered(root)
     for age, folder in enumerate(folders):
         if keep_exports is not None and age >= max(keep, keep_exports):
@@ -151,7 +151,7 @@ def compare(folder: Path, saved: dict, own: dict) -> None:
 
 
 def accumulation(train, world: int, global_batch: int) -> int:
-    """Micro-steps per optimizer step, so that a resumed run keeps the checkpoint's global batch on another number of ranks."""
+    """Micro-steps per optimizer step that make `global_batch`, which a resumed run keeps on any number of ranks."""
     if global_batch % (train.batch_size * world) == 0:
         return global_batch // train.batch_size // world
     share = global_batch // world

@@ -40,19 +40,19 @@ def mixed_precision(config: Config) -> str:
 
 
 def contradictions(config: Config) -> list[str]:
-    """Where `accelerate launch` or its config file says something else than the options. no, 1 and nothing agree with all."""
+    """Where `accelerate launch` or its config file contradicts the options; `no`, 1 and nothing agree with all."""
     found = []
     asked, own = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), mixed_precision(config)
     if asked not in ("no", own):
         found.append(
-            f"accelerate is launched with mixed_precision {asked}, but precision.weights is {config.precision.weights}: "
-            "set mixed_precision to no there, or change the option"
+            f"accelerate is launched with mixed_precision {asked}, but precision.weights is "
+            f"{config.precision.weights}: set mixed_precision to no there, or change the option"
         )
     asked, own = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1"), config.train.gradient_accumulation_steps
     if asked not in ("1", "auto", str(own)):
         found.append(
-            f"accelerate is launched with gradient_accumulation_steps {asked}, but train.gradient_accumulation_steps is "
-            f"{own}: remove it there, or change the option"
+            f"accelerate is launched with gradient_accumulation_steps {asked}, but "
+            f"train.gradient_accumulation_steps is {own}: remove it there, or change the option"
         )
     for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
@@ -63,7 +63,7 @@ def contradictions(config: Config) -> list[str]:
 
 
 def on_main(accelerator, make: Callable, errors: tuple[type[Exception], ...]):
-    """make() of the main process, on every rank. Its `errors` are raised there alone; the others end without a message."""
+    """make() of the main process, on every rank. Its `errors` are raised there alone; the others end silently."""
     result: list = [None, None]
     if accelerator.is_main_process:
         try:

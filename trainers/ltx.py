@@ -24,7 +24,7 @@ from trainers.objectives import Batch
 @dataclass
 class LTXConfig(Config):
     first_frame_p: float = 0.1
-    """How often, per sample, the first frame is given clean (image-to-video). LTX-Video-Trainer's value; 0 is text-to-video only."""
+    """How often, per sample, the first frame is given clean (image-to-video); 0.1 is LTX-Video-Trainer's value."""
     max_sequence_length: int | None = None
     """Text tokens. null: the pipeline's own length, 128 for 0.9.0 and 0.9.1, 256 for 0.9.5 and later."""
 
@@ -60,7 +60,7 @@ class LTXTrainer(Trainer):
 
     @property
     def compression(self) -> tuple[int, int]:
-        """(temporal, spatial) size of one latent in frames and pixels, as AutoencoderKLLTXVideo derives it from its config."""
+        """(temporal, spatial) size of a latent in frames and pixels, as AutoencoderKLLTXVideo has it."""
         c = self.pretrained.component_config("vae")
         steps = 2 ** sum(c["spatio_temporal_scaling"])
         time, space = c.get("temporal_compression_ratio"), c.get("spatial_compression_ratio")
@@ -88,7 +88,7 @@ class LTXTrainer(Trainer):
         }
 
     def encode_text(self, pipe, captions: list[str], images=None) -> Batch:
-        """text [B, L, D] and text_mask [B, L] bool, by the pipeline's own call (without or with T5's mask, see above)."""
+        """text [B, L, D] and text_mask [B, L] bool, by the pipeline's own call (T5 without or with mask, see above)."""
         text, mask = pipe.encode_prompt(
             captions, do_classifier_free_guidance=False, max_sequence_length=self.text_length
         )[:2]

@@ -31,7 +31,7 @@ def density(
 ) -> Tensor:
     """Noise levels with the density `kind`, from uniform numbers u in (0, 1), any shape.
 
-    logit_normal: sigmoid(N(mean, std)); mode and cosmap: SD3 paper (arXiv 2403.03206) section 3.1. All are monotone in u.
+    logit_normal: sigmoid(N(mean, std)); mode and cosmap: SD3 paper (arXiv 2403.03206) section 3.1. All are monotone.
     """
     if kind == "logit_normal":
         sigma = torch.sigmoid(mean + std * torch.special.ndtri(u))
@@ -61,7 +61,7 @@ def noise_levels(u_B: Tensor, low: float = 0.0, high: float = 1.0, **kind) -> Te
 
 @lru_cache(maxsize=64)
 def range_of_u(low: float, high: float, **kind) -> tuple[float, float]:
-    """The uniform numbers that give the noise levels low and high, by bisection in float64: every density is monotone."""
+    """The uniform numbers that give the levels low and high, by bisection in float64: every density is monotone."""
 
     def level(u: float) -> float:
         return float(density(torch.tensor(u, dtype=torch.float64), **kind))
@@ -84,7 +84,7 @@ def flow(x0: Tensor, noise: Tensor, sigma_B: Tensor) -> Tensor:
 
 
 def level_weight(sigma_B: Tensor, kind: str) -> Tensor:
-    """Loss weight [B] of a noise level: none, sigma_sqrt (sigma ** -2) or cosmap, as diffusers' SD3 training has them."""
+    """Loss weight [B] of a noise level: none, sigma_sqrt (sigma ** -2) or cosmap, as in diffusers' SD3 training."""
     if kind == "none":
         return torch.ones_like(sigma_B)
     if kind == "sigma_sqrt":
@@ -103,17 +103,22 @@ def loss_per_sample(
     huber is d * (sqrt(e^2 + d^2) - d) * 2, the pseudo-Huber form: e^2 for small errors, 2 d |e| for large ones.
     """
     error = prediction.float() - target.float()
+    if mask is not None:
+        mask = mask.expand_as(error)
+        # where, not a product, and before the square: a masked element may hold anything, NaN included, and NaN times
+        # a gradient of 0 is NaN
+        error = torch.where(mask, error, 0.0)
     if kind == "mse":
         error = error.square()
     elif kind == "huber":
-        error = 2 * huber_delta * ((error.square() + huber_delta**2).sqrt() - huber_delta)
+        # The root minus d, written as a quotient: the difference would lose the digits of small errors.
+        square = error.square()
+        error = 2 * huber_delta * square / ((square + huber_delta**2).sqrt() + huber_delta)
     else:
         raise ValueError(f"unknown loss {kind!r}: mse or huber")
     if mask is None:
         return error.flatten(1).mean(1)
-    mask = mask.expand_as(error)
-    # where, not a product: a masked element may hold anything, NaN included
-    return torch.where(mask, error, 0.0).flatten(1).sum(1) / mask.flatten(1).sum(1)
+    return error.flatten(1).sum(1) / mask.flatten(1).sum(1)
 
 
 def swap_rows(batch: Batch, other: Batch, rows_B: Tensor) -> Batch:

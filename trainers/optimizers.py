@@ -10,8 +10,8 @@ from trainers.config import ROUNDS_STOCHASTICALLY, OptimizerOptions
 def build(options: OptimizerOptions, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """The optimizer `options.name` over `parameters`.
 
-    adamw, sgd: torch. adamw8bit: bitsandbytes (8-bit state for tensors of >= 4096 elements). adamw8bit-ao, adamw4bit-ao,
-    adamwfp8-ao: torchao, with stochastic rounding where the parameters are bf16.
+    adamw, sgd: torch. adamw8bit: bitsandbytes (8-bit state for tensors of >= 4096 elements). adamw8bit-ao,
+    adamw4bit-ao, adamwfp8-ao: torchao, with stochastic rounding where the parameters are bf16.
     """
     rate, decay = options.learning_rate, options.weight_decay
     if options.name == "sgd":
@@ -37,7 +37,7 @@ def learning_rate(options: OptimizerOptions, step: int, steps: int) -> float:
     """The rate of optimizer step `step` (0 is the first) of a run of `steps`: linear warm-up, then the schedule.
 
     No step has rate 0: warm-up starts at 1/warmup_steps of the full rate, and the schedule's end (min_lr_ratio of the
-    full rate) is where step `steps`, one after the last, would be; diffusers' and transformers' schedules end there too.
+    full rate) is where step `steps`, one after the last, would be, as in diffusers and transformers.
     """
     warmup = min(options.warmup_steps, steps)
     if step < warmup:

@@ -92,9 +92,9 @@ def parse(config_class: type[AnyConfig], argv: list[str] | None = None, descript
         else:
             problems.append(_unknown(option, known))
     tokens = {name: _tokens(option, known[name]) for name, option in last.items()}
-    config = _readable(defaults, [word for option in tokens.values() for word in option])
-    if config is None:  # find out which
-        problems += [_wrong(last[name], known[name]) for name in tokens if _readable(defaults, tokens[name]) is None]
+    config = _readable(defaults, tokens)
+    if config is None:
+        problems += [_wrong(last[name], known[name]) for name in _unreadable(defaults, tokens)]
     refuse(problems)
     config.check()
     if config.train.steps is config.train.epochs is config.train.max_samples is None:
@@ -263,10 +263,21 @@ def _tyro(defaults: AnyConfig, words: list[str], **more: str) -> AnyConfig:
     )
 
 
-def _readable(defaults: AnyConfig, words: list[str]) -> AnyConfig | None:
+def _readable(defaults: AnyConfig, tokens: dict[str, list[str]]) -> AnyConfig | None:
     with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
-        return _tyro(defaults, words)
+        return _tyro(defaults, [word for words in tokens.values() for word in words])
     return None
+
+
+def _unreadable(defaults: AnyConfig, tokens: dict[str, list[str]]) -> list[str]:
+    """The options that tyro cannot read, found by halving: it names only the first, and takes its time."""
+    if _readable(defaults, tokens) is not None:
+        return []
+    names = list(tokens)
+    if len(names) == 1:
+        return names
+    halves = names[: len(names) // 2], names[len(names) // 2 :]
+    return [name for half in halves for name in _unreadable(defaults, {name: tokens[name] for name in half})]
 
 
 # -- what is wrong ------------------------------------------------------------------------------------------------

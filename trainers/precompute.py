@@ -30,7 +30,7 @@ from trainers.plan import PlanError, Sample
 
 @dataclass(frozen=True)
 class Item:
-    """One thing to encode: its cache key, where it came from (for messages), what is encoded, and who may share its batch."""
+    """One thing to encode: cache key, where it came from (for messages), what is encoded, who may share its batch."""
 
     key: str
     source: str
@@ -69,7 +69,7 @@ def fill(
 
 
 def ahead(function: Callable, contents: Sequence, workers: int) -> Iterator:
-    """function(content) of each content in order, computed by threads at most 2 * workers ahead. 0 workers: when asked."""
+    """function(content) of each content in order, by threads at most 2 * workers ahead; 0 workers: when asked."""
     if workers == 0:
         yield from map(function, contents)
         return
@@ -107,7 +107,7 @@ def unique(items: Iterable[Item]) -> list[Item]:
 
 
 def code_digest(function: Callable) -> str:
-    """SHA-256 of a function's code without comments, layout and docstring: an edited encoder must not meet old entries."""
+    """SHA-256 of a function's code without comments, layout, docstring: an edited encoder must not meet old entries."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     body = tree.body[0].body
     if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
@@ -121,12 +121,12 @@ def text_key(facts: dict, caption: str) -> str:
 
 
 def video_key(facts: dict, content: str, start: int, bucket: str) -> str:
-    """The cache key of the frames from `start` of the clip with SHA-256 `content`, at `bucket`, encoded under `facts`."""
+    """The cache key of the frames from `start` of the clip with SHA-256 `content`, at `bucket`, under `facts`."""
     return entry_key(kind="video", content=content, start=start, bucket=bucket, **facts)
 
 
 def to_device(batch: dict[str, Tensor], device, keep: tuple[str, ...] = ("fps",)) -> Batch:
-    """The batch on `device` without waiting; the keys in `keep` stay on the CPU, where looking at them costs no sync."""
+    """The batch on `device` without waiting; the keys in `keep` stay on the CPU: looking at them costs no sync."""
     return {k: v if k in keep else v.to(device, non_blocking=True) for k, v in batch.items()}
 
 
@@ -264,6 +264,8 @@ class Encoders:
 
     def free(self) -> None:
         """Gives the encoders' memory back."""
+        if not self.pipes:
+            return
         self.pipes.clear()
         gc.collect()
         if torch.cuda.is_available():

@@ -1,0 +1,669 @@
+"""The encode stage: what is encoded again and what is not, kills, damage, two launches, two ranks."""
+
+import gc
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from multiprocessing import get_context
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import runs
+from data.cache import Cache, NonFinite
+from data.video import read_frames
+from trainers.ltx import LTXTrainer
+from trainers.plan import PlanError
+from trainers.precompute import Encoders, code_digest
+from trainers.pretrained import Pretrained
+
+ROOT = Path(__file__).parents[1]
+TEXTS, CLIPS = 8, 7  # seven captions and "", seven clips
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries():
+    """All imports before anything is forked; frozen, or every gc.collect of a run walks through them again (1 s)."""
+    import accelerate
+    import diffusers
+    import peft
+
+    assert accelerate and peft and diffusers.LTXPipeline
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def precompute(model, clips, cache, kind=LTXTrainer, stage="precompute", **changes):
+    """The encode stage of a run that shares `cache` with others; the trainer."""
+    out = changes.pop("output_dir", cache.parent / f"run-{time.monotonic_ns()}")
+    made = runs.trainer(kind, model, clips, out, stage=stage, data__cache_dir=cache, **changes)
+    made.run()
+    return made
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """What was handed to the encoders (texts, clips), stored (sources) and loaded (components) from now on."""
+    seen = SimpleNamespace(texts=[], clips=0, stored=[], loaded=[])
+    encode_texts, encode_pixels, put = Encoders.encode_texts, Encoders.encode_pixels, Cache.put
+    component = Pretrained.component
+
+    def texts(self, captions):
+        seen.texts += captions
+        return encode_texts(self, captions)
+
+    def pixels(self, frames):
+        seen.clips += len(frames)
+        return encode_pixels(self, frames)
+
+    def store(self, key, tensors, note):
+        put(self, key, tensors, note)
+        seen.stored.append(note["source"])
+
+    def load(self, name):
+        seen.loaded.append(name)
+        return component(self, name)
+
+    monkeypatch.setattr(Encoders, "encode_texts", texts)
+    monkeypatch.setattr(Encoders, "encode_pixels", pixels)
+    monkeypatch.setattr(Cache, "put", store)
+    monkeypatch.setattr(Pretrained, "component", load)
+    return seen
+
+
+def encoded(log) -> tuple[int, int]:
+    """(captions, clips) encoded since the last call; each was encoded once and stored once."""
+    assert len(set(log.stored)) == len(log.stored) == len(log.texts) + log.clips
+    counts = len(log.texts), log.clips
+    log.texts, log.clips, log.stored, log.loaded = [], 0, [], []
+    return counts
+
+
+def entries(cache: Path) -> dict[str, int]:
+    """Key -> time of change of every entry; each can be read."""
+    store = Cache(cache)
+    found = {key: store._path(key).stat().st_mtime_ns for key in store.keys()}
+    assert all(store.get(key) for key in found)
+    return found
+
+
+def write(folder: Path, **captions: str) -> Path:
+    """A folder of clips, 9 frames 64x96 each and different, with their captions."""
+    folder.mkdir(exist_ok=True)
+    for seed, (name, caption) in enumerate(captions.items()):
+        runs.write_clip(folder / f"{name}.mp4", 9, 64, 96, 24, seed=seed)
+        (folder / f"{name}.txt").write_text(caption)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def filled(tiny_ltx, clips, tmp_path_factory) -> Path:
+    """The cache of an undisturbed precompute of `clips`."""
+    cache = tmp_path_factory.mktemp("filled") / "cache"
+    precompute(tiny_ltx, clips, cache)
+    assert len(entries(cache)) == TEXTS + CLIPS
+    return cache
+
+
+@pytest.fixture
+def cache(filled, tmp_path) -> Path:
+    """A copy of `filled`."""
+    return shutil.copytree(filled, tmp_path / "cache")
+
+
+# -- kill -9 ------------------------------------------------------------------------------------------------------
+
+
+def killed(function, *arguments) -> None:
+    """Runs it in a forked child, which must end by its own SIGKILL."""
+    child = get_context("fork").Process(target=function, args=arguments)
+    child.start()
+    child.join(60)
+    child.kill()
+    assert child.exitcode == -signal.SIGKILL
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_put(moment: str, count: int, model, clips, cache) -> None:
+    """Precomputes until the `count`-th entry is being written, then dies at that moment of it."""
+    put, fsync, calls = Cache.put, os.fsync, []
+
+    def cut_off(descriptor):
+        os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
+        die()
+
+    def whole(descriptor):
+        fsync(descriptor)
+        die()
+
+    def dying_put(self, key, tensors, note):
+        calls.append(key)
+        if len(calls) == count:
+            if moment == "nothing written":
+                die()
+            os.fsync = {"half written": cut_off, "not renamed": whole}.get(moment, fsync)
+        put(self, key, tensors, note)
+        if len(calls) == count:
+            die()
+
+    Cache.put = dying_put
+    precompute(model, clips, cache)
+
+
+def test_killed_again_and_again_it_goes_on(tiny_ltx, clips, filled, tmp_path, log):
+    cache, have = tmp_path / "cache", {}
+    moments = ["half written", "renamed", "nothing written", "not renamed"]
+    for n in range(20):
+        if len(have) > TEXTS + CLIPS - 3:
+            break
+        moment = moments[n % 4]
+        killed(die_in_put, moment, 3, tiny_ltx, clips, cache)
+        now = entries(cache)
+        assert len(now) == len(have) + (3 if moment == "renamed" else 2), moment
+        assert now.items() >= have.items()  # made before, not made again
+        have = now
+    assert n >= 5
+    assert list((cache / "tmp").iterdir())  # what the kills left behind
+    precompute(tiny_ltx, clips, cache)
+    texts, videos = encoded(log)
+    assert texts == 0 and videos == TEXTS + CLIPS - len(have) > 0
+    now = entries(cache)
+    assert now.items() >= have.items() and now.keys() == entries(filled).keys()
+    for key in now:
+        ours, undisturbed = Cache(cache).get(key), Cache(filled).get(key)
+        assert ours.keys() == undisturbed.keys() and all(torch.equal(ours[k], undisturbed[k]) for k in ours)
+
+
+@pytest.mark.slow
+def test_the_real_script_killed_while_it_encodes(tiny_ltx, tmp_path, log):
+    """12 clips, 13 captions; SIGKILL from outside once clips are being encoded."""
+    data = write(tmp_path / "clips", **{f"clip_{i}": f"a cat number {i}" for i in range(12)})
+    cache = tmp_path / "run" / "cache"
+    words = runs.options(tiny_ltx, data, tmp_path / "run", stage="precompute", data__buckets="9x64x96")
+    process = subprocess.Popen([sys.executable, "train_ltx.py", *words], cwd=ROOT, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(Cache(cache).keys()) < 14 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.kill()
+    assert process.wait(60) == -signal.SIGKILL
+    have = entries(cache)
+    assert 14 <= len(have) < 25
+    made = precompute(tiny_ltx, data, cache, data__buckets="9x64x96")
+    assert encoded(log) == (0, 25 - len(have))
+    assert entries(cache).items() >= have.items()
+    assert made.encoders.missing() == {"captions": (0, 13), "clips": (0, 12)}
+
+
+# -- what is encoded again, and what is not -----------------------------------------------------------------------
+
+
+def test_the_same_options_encode_nothing_and_load_nothing(tiny_ltx, clips, cache, log):
+    before = entries(cache)
+    precompute(tiny_ltx, clips, cache)
+    assert log.loaded == [] and encoded(log) == (0, 0)
+    assert entries(cache) == before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer__learning_rate": 3e-4, "optimizer__name": "sgd", "train__steps": 9},
+        {"lora__rank": 8, "method": "full"},
+        {"train__batch_size": 2, "train__seed": 7, "data__caption_dropout": 0.5, "first_frame_p": 0.0},
+        {"memory__vae_tiling": "off"},  # auto does not tile clips of this size either
+    ],
+    ids=lambda changes: ",".join(changes),
+)
+def test_what_no_encoding_depends_on_encodes_nothing(changes, tiny_ltx, clips, cache, log):
+    before = entries(cache)
+    precompute(tiny_ltx, clips, cache, **changes)
+    assert encoded(log) == (0, 0)
+    assert entries(cache) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "texts", "videos"),
+    [
+        ({"data__buckets": ["9x64x96", "9x96x64"]}, 0, 5),
+        ({"data__buckets": ["17x64x96", "9x64x64"]}, 0, 2),
+        ({"components__vae__dtype": "bf16"}, 0, CLIPS),
+        ({"components__text_encoder__dtype": "bf16"}, TEXTS, 0),
+        ({"precision__weights": "bf16"}, TEXTS, CLIPS),
+        ({"data__cache_dtype": "bf16"}, TEXTS, CLIPS),
+        ({"max_sequence_length": 64}, TEXTS, 0),
+        ({"memory__vae_tiling": "on"}, 0, CLIPS),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
+)
+def test_a_change_encodes_exactly_what_it_touches(changes, texts, videos, tiny_ltx, clips, cache, log):
+    before = entries(cache)
+    precompute(tiny_ltx, clips, cache, **changes)
+    assert encoded(log) == (texts, videos)
+    now = entries(cache)
+    assert len(now) == len(before) + texts + videos and now.items() >= before.items()
+    precompute(tiny_ltx, clips, cache)  # and back: the old entries are still there
+    assert encoded(log) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("file", "texts", "videos"),
+    [
+        ("vae/diffusion_pytorch_model.safetensors", 0, CLIPS),
+        ("text_encoder/model.safetensors", TEXTS, 0),
+        ("transformer/diffusion_pytorch_model.safetensors", 0, 0),
+    ],
+)
+def test_other_weights_encode_what_they_make(file, texts, videos, tiny_ltx, clips, cache, log, tmp_path):
+    other = shutil.copytree(tiny_ltx, tmp_path / "other")
+    precompute(other, clips, cache)
+    assert encoded(log) == (0, 0)  # the same weights in another folder
+    weights = load_file(other / file)
+    name = max(weights, key=lambda k: weights[k].numel())
+    weights[name] = weights[name] * 1.01
+    save_file(weights, other / file, {"format": "pt"})
+    precompute(other, clips, cache)
+    assert encoded(log) == (texts, videos)
+
+
+def test_one_edited_caption_encodes_one_text(tiny_ltx, clips, cache, log, tmp_path):
+    mine = shutil.copytree(clips, tmp_path / "clips")
+    before = entries(cache)
+    (mine / "wide_2.txt").write_text("a wide cat number two")
+    precompute(tiny_ltx, mine, cache)
+    assert log.texts == ["a wide cat number two"] and log.stored == ["caption 'a wide cat number two'"]
+    assert encoded(log) == (1, 0)
+    assert entries(cache).items() >= before.items()
+
+
+def test_moved_renamed_touched_and_swapped_clips_encode_nothing(tiny_ltx, clips, cache, log, tmp_path):
+    before = entries(cache)
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    for clip in clips.glob("*.mp4"):
+        name = clip.stem.replace("wide", "broad")
+        shutil.copyfile(clip, moved / f"{name}.mp4")  # with another time of change
+        shutil.copyfile(clip.with_suffix(".txt"), moved / f"{name}.txt")
+    precompute(tiny_ltx, moved, cache)
+    assert encoded(log) == (0, 0)
+
+    pairs = sorted((f"{p.stem}.mp4", p.read_text()) for p in moved.glob("*.txt"))
+    for order in (pairs, pairs[::-1], pairs[3:] + pairs[:3]):
+        (moved / "videos.txt").write_text("\n".join(video for video, _ in order))
+        (moved / "prompts.txt").write_text("\n".join(caption for _, caption in order))
+        precompute(tiny_ltx, moved, cache)
+        assert encoded(log) == (0, 0)
+    captions = [caption for _, caption in pairs]
+    (moved / "videos.txt").write_text("\n".join(video for video, _ in pairs))
+    (moved / "prompts.txt").write_text("\n".join(captions[1:] + captions[:1]))  # every clip has another's caption
+    precompute(tiny_ltx, moved, cache)
+    assert encoded(log) == (0, 0)
+    assert entries(cache) == before
+
+
+class Brighter(LTXTrainer):
+    def encode_video(self, pipe, pixels):
+        return super().encode_video(pipe, pixels * 0.5)
+
+
+class Louder(LTXTrainer):
+    def encode_text(self, pipe, captions, images=None):
+        return super().encode_text(pipe, [caption.upper() for caption in captions])
+
+
+@pytest.mark.parametrize(("kind", "counts"), [(Brighter, (0, CLIPS)), (Louder, (TEXTS, 0))])
+def test_an_edited_encoder_does_not_meet_old_entries(kind, counts, tiny_ltx, clips, cache, log):
+    precompute(tiny_ltx, clips, cache, kind=kind)
+    assert encoded(log) == counts
+    precompute(tiny_ltx, clips, cache, kind=kind)
+    assert encoded(log) == (0, 0)
+
+
+def test_the_digest_of_code_is_of_what_it_does():
+    class A:
+        def f(self, x):
+            return x + 1
+
+    class B:
+        def f(
+            self,
+            x,
+        ):
+            """One more."""
+            return x + 1  # a comment
+
+    class C:
+        def f(self, x):
+            return x + 2
+
+    assert code_digest(A().f) == code_digest(B().f) != code_digest(C().f)
+
+
+def test_only_new_items_and_a_removed_clip_is_gone(tiny_ltx, tmp_path, log, capsys):
+    data = write(tmp_path / "clips", one="a cat", two="a dog")
+    cache = tmp_path / "cache"
+    precompute(tiny_ltx, data, cache, data__buckets="9x64x96")
+    assert encoded(log) == (3, 2)
+    runs.write_clip(data / "three.mp4", 9, 64, 96, 24, seed=9)
+    (data / "three.txt").write_text("a bunny")
+    capsys.readouterr()
+    precompute(tiny_ltx, data, cache, data__buckets="9x64x96")
+    out = capsys.readouterr().out
+    assert "captions: 3 of 4 encoded already, 1 to encode" in out
+    assert "clips: 2 of 3 encoded already, 1 to encode" in out
+    assert log.stored == ["caption 'a bunny'", f"{data / 'three.mp4'} at 9x64x96"]
+    assert encoded(log) == (1, 1)
+    (data / "one.mp4").unlink()
+    (data / "one.txt").unlink()
+    made = precompute(tiny_ltx, data, cache, stage="all", data__buckets="9x64x96", train__steps=2)
+    assert encoded(log) == (0, 0)
+    assert {Path(s.path).name for s in made.plan.samples} == {"two.mp4", "three.mp4"}
+    rows = made.encoders.reader().entries["9x64x96"]
+    assert len(rows) == 2 and len(Cache(cache).keys()) == 7  # its entries stay, for runs that want them
+
+
+def test_equal_captions_and_equal_clips_are_encoded_once(tiny_ltx, tmp_path, log):
+    data = write(tmp_path / "clips", a="a cat", b="a cat", c="a dog", d="")
+    shutil.copyfile(data / "a.mp4", data / "copy.mp4")
+    (data / "copy.txt").write_text("a dog")
+    prompts = tmp_path / "prompts.yaml"
+    prompts.write_text(
+        "- {prompt: a dog, negative_prompt: blurry}\n- {prompt: a bunny, negative_prompt: blurry}\n- a forest\n"
+    )
+    source = f'{{"path": "{data}", "allow_empty_captions": true}}'
+    made = precompute(
+        tiny_ltx, source, tmp_path / "cache", data__buckets="9x64x96", validation__prompts=prompts, train__steps=1
+    )
+    assert made.plan.total == 5
+    assert sorted(log.texts) == ["", "a bunny", "a cat", "a dog", "a forest", "blurry"]
+    assert encoded(log) == (6, 4)
+    keys = {Path(s.path).name: made.encoders.video_key(s) for s in made.plan.samples}
+    assert keys["a.mp4"] == keys["copy.mp4"] and len(set(keys.values())) == 4
+
+
+def test_clip_and_still_of_one_name_are_two_entries(tiny_ltx, tmp_path, log):
+    """Also clip.mp4 beside clip_1.mp4 and clip.mov: names are no keys."""
+    from PIL import Image
+
+    data = tmp_path / "clips"
+    data.mkdir()
+    for seed, name in enumerate(("clip.mp4", "clip_1.mp4", "clip.mov", "clip_1_9x64x96.mp4")):
+        runs.write_clip(data / name, 9, 64, 96, 24, seed=seed)
+    Image.new("RGB", (96, 64), (200, 30, 30)).save(data / "clip.png")
+    names = ["clip.mp4", "clip.png", "clip_1.mp4", "clip.mov", "clip_1_9x64x96.mp4"]
+    (data / "metadata.csv").write_text("file_name,caption\n" + "".join(f"{name},a cat\n" for name in names))
+    made = precompute(tiny_ltx, data, tmp_path / "cache", data__buckets=["9x64x96", "1x64x96"])
+    assert encoded(log) == (2, 5)
+    rows = [made.encoders.cache.get(made.encoders.video_key(s))["moments"] for s in made.plan.samples]
+    assert len({row.numpy().tobytes() for row in rows}) == 5
+    assert sorted(row.shape[1] for row in rows) == [1, 2, 2, 2, 2]
+
+
+# -- damage and strangers -----------------------------------------------------------------------------------------
+
+
+def test_strays_and_other_models_entries_do_no_harm(tiny_ltx, tiny_ltx_condition, clips, cache, log):
+    ours = entries(cache)
+    some = next(iter(ours))
+    strays = [cache / "old.pt", cache / "latents.safetensors", cache / some[:2] / "readme.txt", cache / "ab.tmp"]
+    for stray in strays:
+        stray.write_bytes(b"not ours")
+    precompute(tiny_ltx, clips, cache)
+    assert encoded(log) == (0, 0)
+    other = precompute(tiny_ltx_condition, clips, cache)
+    assert encoded(log) == (TEXTS, CLIPS)
+    theirs = entries(cache).keys() - ours.keys()
+    wanted = {item.key for item in other.encoders.text_items() + other.encoders.video_items()}
+    assert theirs == wanted and len(theirs) == TEXTS + CLIPS  # written set = read set, and none of the first model's
+    assert all(stray.read_bytes() == b"not ours" for stray in strays)
+    made = precompute(tiny_ltx, clips, cache, stage="train", train__steps=1)
+    assert encoded(log) == (0, 0) and made.step == 1
+
+
+@pytest.mark.parametrize("broken", ["half", "empty", "rubbish"])
+def test_broken_entries_are_made_again_and_others_kept(broken, tiny_ltx, clips, cache, filled, log, caplog):
+    before = entries(cache)
+    made = precompute(tiny_ltx, clips, cache, stage="plan")
+    keys = [made.encoders.text_items()[3].key, *(item.key for item in made.encoders.video_items()[2:4])]
+    for key in keys:
+        path = made.encoders.cache._path(key)
+        content = path.read_bytes()
+        path.write_bytes({"half": content[: len(content) // 2], "empty": b"", "rubbish": b"\xff" * 300}[broken])
+    precompute(tiny_ltx, clips, cache)
+    assert encoded(log) == (1, 2)
+    assert sum("it will be made again" in message for message in caplog.messages) == 3
+    now = entries(cache)
+    assert {key for key in before if now[key] != before[key]} == set(keys)
+    for key in keys:
+        assert all(torch.equal(v, Cache(filled).get(key)[k]) for k, v in Cache(cache).get(key).items())
+
+
+def test_stage_train_says_how_much_is_missing(tiny_ltx, clips, cache, log, tmp_path):
+    made = precompute(tiny_ltx, clips, cache, stage="plan")
+    texts, videos = made.encoders.text_items(), made.encoders.video_items()
+    for item in texts[1:3] + videos[:2]:
+        made.encoders.cache._path(item.key).unlink()
+    made.encoders.cache._path(videos[4].key).write_bytes(b"half")
+    with pytest.raises(PlanError) as error:
+        precompute(tiny_ltx, clips, cache, stage="train")
+    assert "2 of 8 captions and 3 of 7 clips are not encoded" in str(error.value)
+    assert str(cache) in str(error.value) and "--stage precompute" in str(error.value)
+    assert log.loaded == [] and encoded(log) == (0, 0)
+    with pytest.raises(SystemExit, match="error: .*2 of 8 captions and 3 of 7 clips"):
+        LTXTrainer.main(runs.options(tiny_ltx, clips, tmp_path / "out", stage="train", data__cache_dir=cache))
+
+
+def test_nan_from_the_vae_names_the_clip(tiny_ltx, clips, tmp_path, log, monkeypatch):
+    """Refused; what was encoded before stays, and a healthy encoder goes on from there."""
+    from diffusers import AutoencoderKLLTXVideo
+
+    marked = read_frames(clips / "wide_3.mp4", 0, 17, 64, 96)[:, 0].float() / 127.5 - 1
+    encode = AutoencoderKLLTXVideo.encode
+
+    def sick(self, pixels, *arguments):
+        same = pixels.shape[-2:] == marked.shape[-2:] and torch.allclose(pixels[0, :, 0].float(), marked, atol=1e-3)
+        return encode(self, pixels * float("nan") if same else pixels, *arguments)
+
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(AutoencoderKLLTXVideo, "encode", sick)
+    with pytest.raises(NonFinite) as error:
+        precompute(tiny_ltx, clips, cache)
+    assert str(clips / "wide_3.mp4") in str(error.value) and "moments" in str(error.value)
+    assert not any("wide_3" in source for source in log.stored)
+    with pytest.raises(SystemExit, match=r"error: .*wide_3\.mp4 at 17x64x96"):
+        LTXTrainer.main(runs.options(tiny_ltx, clips, tmp_path / "out", data__cache_dir=cache))
+    monkeypatch.setattr(AutoencoderKLLTXVideo, "encode", encode)
+    have = entries(cache)
+    log.texts, log.clips, log.stored = [], 0, []
+    precompute(tiny_ltx, clips, cache)
+    assert encoded(log) == (0, TEXTS + CLIPS - len(have)) and len(have) >= TEXTS
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_from_the_text_encoder_names_the_caption(value, tiny_ltx, clips, tmp_path, log):
+    class Sick(LTXTrainer):
+        def encode_text(self, pipe, captions, images=None):
+            rows = super().encode_text(pipe, captions)
+            rows["text"][[caption == "a tall dog number 1" for caption in captions], 0, 0] = value
+            return rows
+
+    with pytest.raises(NonFinite, match="caption 'a tall dog number 1'.*text"):
+        precompute(tiny_ltx, clips, tmp_path / "cache", kind=Sick, data__encode_batch_size=3)
+    assert not any("tall dog number 1" in source for source in log.stored)
+    assert log.clips == 0
+
+
+# -- the numbers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["tiny_ltx", "tiny_ltx_condition"])
+def test_latents_are_the_pipelines_own(family, request, clips, tmp_path):
+    """Cached -> the pipeline's inverse -> decode is what the VAE alone makes of the clip."""
+    from diffusers import AutoencoderKLLTXVideo, LTXConditionPipeline, LTXImageToVideoPipeline, LTXPipeline
+
+    model = request.getfixturevalue(family)
+    made = precompute(model, clips, tmp_path / "cache")
+    vae = AutoencoderKLLTXVideo.from_pretrained(model, subfolder="vae").eval()
+    pipeline = LTXPipeline if family == "tiny_ltx" else LTXConditionPipeline
+    constants = vae.latents_mean, vae.latents_std, vae.config.scaling_factor
+    assert vae.latents_std.max() > 1.4 and vae.latents_mean.abs().max() > 0.2
+    time = {} if family == "tiny_ltx" else {"temb": torch.tensor([0.05])}
+    for sample in made.plan.samples:
+        frames, height, width = map(int, sample.bucket.split("x"))
+        pixels = read_frames(Path(sample.path), 0, frames, height, width)[None] / 127.5 - 1
+        mean, logvar = made.encoders.cache.get(made.encoders.video_key(sample))["moments"][None].chunk(2, dim=1)
+        with torch.no_grad():
+            posterior = vae.encode(pixels).latent_dist
+            assert torch.equal(mean, LTXImageToVideoPipeline._normalize_latents(posterior.mode(), *constants))
+            inverse = pipeline._denormalize_latents(mean, *constants)
+            torch.testing.assert_close(inverse, posterior.mode(), rtol=1e-5, atol=1e-5)
+            direct, ours = (vae.decode(z, return_dict=False, **time)[0] for z in (posterior.mode(), inverse))
+            torch.testing.assert_close(ours, direct, rtol=1e-4, atol=1e-4)
+            assert (vae.decode(mean, return_dict=False, **time)[0] - direct).abs().max() > 1e-2  # not normalised
+            spread = pipeline._denormalize_latents(mean + torch.exp(0.5 * logvar), *constants) - inverse
+            torch.testing.assert_close(spread, posterior.std, rtol=1e-4, atol=1e-5)
+
+
+# -- ranks and launches -------------------------------------------------------------------------------------------
+
+
+def encode_share(model, clips, cache, seconds: float, timeout: int) -> list:
+    """One rank's part: [processes, sources it stored]; rank 0 takes `seconds` for each item."""
+    stored, put = [], Cache.put
+
+    def slow_put(self, key, tensors, note):
+        if os.environ["RANK"] == "0":
+            time.sleep(seconds)
+        put(self, key, tensors, note)
+        stored.append(note["source"])
+
+    Cache.put = slow_put
+    made = precompute(model, clips, cache, output_dir=cache.parent / "run", train__process_group_timeout=timeout)
+    return [made.world, stored]
+
+
+def test_two_ranks_share_the_work_and_wait_for_the_slow_one(tiny_ltx, clips, filled, tmp_path):
+    cache = tmp_path / "cache"
+    shares = runs.forked(encode_share, tiny_ltx, clips, cache, 0.5, 60)
+    assert [world for world, _ in shares] == [2, 2]
+    first, second = (sources for _, sources in shares)
+    assert abs(len(first) - len(second)) <= 2 and len(first) + len(second) == TEXTS + CLIPS
+    assert len(set(first + second)) == TEXTS + CLIPS  # each once
+    for stored in (first, second):
+        assert {source.startswith("caption") for source in stored} == {True, False}
+    assert entries(cache).keys() == entries(filled).keys()
+
+
+@pytest.mark.slow
+def test_ranks_wait_as_long_as_the_option_says(tiny_ltx, clips, tmp_path):
+    """The control of the test above: with process_group_timeout 1 the same wait fails."""
+    with pytest.raises(AssertionError, match=r"(?i)rank 1: .*tim(ed|eout)"):
+        runs.forked(encode_share, tiny_ltx, clips, tmp_path / "cache", 1.0, 1)
+
+
+def encode_only(only, model, clips, cache, pipe) -> None:
+    loaded, component = [], Pretrained.component
+    Pretrained.component = lambda self, name: loaded.append(name) or component(self, name)
+    precompute(model, clips, cache, precompute_only=only, output_dir=cache.parent / f"only-{only}")
+    pipe.send(loaded)
+
+
+def launches(function, cases, *arguments) -> list:
+    """function(case, *arguments, pipe) in one forked process per case, all at the same time; what they sent."""
+    context, started = get_context("fork"), []
+    for case in cases:
+        here, there = context.Pipe()
+        started.append((context.Process(target=function, args=(case, *arguments, there)), here))
+    for process, _ in started:
+        process.start()
+    results = [pipe.recv() if pipe.poll(60) else None for _, pipe in started]
+    for process, _ in started:
+        process.join(60)
+        assert process.exitcode == 0
+    return results
+
+
+def test_text_and_video_by_two_launches_into_one_cache(tiny_ltx, clips, filled, tmp_path, log):
+    cache = tmp_path / "cache"
+    text, video = launches(encode_only, ["text", "video"], tiny_ltx, clips, cache)
+    assert sorted(text) == ["text_encoder", "tokenizer"] and video == ["vae"]
+    assert entries(cache).keys() == entries(filled).keys()
+    made = precompute(tiny_ltx, clips, cache, stage="train", train__steps=3)
+    assert made.step == 3
+    assert log.loaded == ["transformer"] and encoded(log) == (0, 0)
+
+
+def encode_all(case, model, clips, cache, pipe) -> None:
+    precompute(model, clips, cache, output_dir=cache.parent / f"launch-{case}")
+    pipe.send(True)
+
+
+def test_equal_launches_at_the_same_time_do_not_harm_each_other(tiny_ltx, clips, filled, tmp_path):
+    cache = tmp_path / "cache"
+    assert launches(encode_all, range(3), tiny_ltx, clips, cache) == [True] * 3
+    assert entries(cache).keys() == entries(filled).keys()
+    assert not list((cache / "tmp").iterdir())
+
+
+# -- encoders and memory ------------------------------------------------------------------------------------------
+
+
+def test_encoders_are_gone_before_the_transformer_loads(tiny_ltx, clips, tmp_path, monkeypatch):
+    """Text encoder, then VAE, then transformer: of the earlier ones no object is alive when the next is loaded."""
+    alive, order, component = {}, [], Pretrained.component
+
+    def load(self, name):
+        order.append((name, sorted(n for n, reference in alive.items() if reference() is not None)))
+        made = component(self, name)
+        if name != "tokenizer":  # many-parted; its size does not matter
+            alive[name] = weakref.ref(made)
+        return made
+
+    monkeypatch.setattr(Pretrained, "component", load)
+    precompute(tiny_ltx, clips, tmp_path / "cache", stage="all", train__steps=1)
+    assert [name for name, _ in order if name != "tokenizer"] == ["text_encoder", "vae", "transformer"]
+    assert dict(order)["vae"] == [] and dict(order)["transformer"] == []
+
+
+def test_precompute_off_keeps_nothing_on_the_disk(tiny_ltx, clips, tmp_path, log, monkeypatch):
+    def touched(*arguments):
+        raise AssertionError("the cache was used")
+
+    for name in ("put", "get", "__contains__"):
+        monkeypatch.setattr(Cache, name, touched)
+    made = precompute(tiny_ltx, clips, tmp_path / "cache", stage="all", data__precompute="off", train__steps=3)
+    assert made.step == 3 and log.clips == 3 and set(log.loaded) >= {"text_encoder", "vae"}
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("broken", [None, "no such word"])
+def test_the_example_runs(broken, tiny_ltx, clips, tmp_path, monkeypatch, capsys):
+    """examples/precompute.py as a script, twice; and with a clip that lacks its caption."""
+    mine = shutil.copytree(clips, tmp_path / "clips")
+    if broken:
+        (mine / "wide_1.txt").unlink()
+    words = [str(ROOT / "examples" / "precompute.py"), str(tiny_ltx), str(mine), str(tmp_path / "cache"), "9x64x96"]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    if broken:
+        with pytest.raises(SystemExit, match="wide_1"):
+            runpy.run_path(words[0], run_name="__main__")
+        return
+    runpy.run_path(words[0], run_name="__main__")
+    out = capsys.readouterr().out
+    assert out.count("encoded /") == 7 and out.endswith("7 of 7 clips encoded, the others were there\n")
+    assert len(entries(tmp_path / "cache")) == 7
+    runpy.run_path(words[0], run_name="__main__")
+    assert capsys.readouterr().out == "0 of 7 clips encoded, the others were there\n"
