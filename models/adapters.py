@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from models import lora_files
+from models.lora_files import AdapterError
 
 ADAPTABLE = {
     "lora": (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -76,15 +77,15 @@ def attach(net: nn.Module, options: LoraOptions, default_targets: Sequence[str],
     excluded = _matching(matched, options.exclude, "lora.exclude", _module_matches) if options.exclude else []
     targets = [name for name in matched if name not in set(excluded)]
     if not targets:
-        raise ValueError("lora.exclude leaves nothing of lora.targets to train")
-    also = _matching(list(_own_parameters(net)), options.also_train, "lora.also_train", _parameter_matches)
+        raise AdapterError("lora.exclude leaves nothing of lora.targets to train")
+    also = _matching(list(_by_own_name(net)), options.also_train, "lora.also_train", _parameter_matches)
 
     net.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # peft makes new weights on the CPU and moves them afterwards
         net.add_adapter(_peft_config(options, _exactly(targets, candidates)))
     _check_attached(net, targets)
-    own = _own_parameters(net)
+    own = _by_own_name(net)
     for name in also:
         own[name].requires_grad_(True)
     return _report(net, targets, also)
@@ -92,7 +93,7 @@ def attach(net: nn.Module, options: LoraOptions, default_targets: Sequence[str],
 
 def select(net: nn.Module, patterns: Sequence[str] = ()) -> Report:
     """Makes the parameters of `net` that match `patterns` trainable and freezes the rest; no patterns: all train."""
-    own = _own_parameters(net)
+    own = _by_own_name(net)
     chosen = _matching(list(own), patterns, "train_modules", _parameter_matches) if patterns else list(own)
     net.requires_grad_(False)
     for name in chosen:
@@ -116,7 +117,7 @@ def _peft_config(options: LoraOptions, targets: list[str] | str):
 
     if options.type in ("lokr", "loha"):
         if options.dropout:
-            raise ValueError(f"lora.dropout {options.dropout}: peft has no input dropout for {options.type}; use 0")
+            raise AdapterError(f"lora.dropout {options.dropout}: peft has no input dropout for {options.type}; use 0")
         kind = LoKrConfig if options.type == "lokr" else LoHaConfig
         return kind(r=options.rank, alpha=options.alpha, target_modules=targets)
     return LoraConfig(
@@ -142,7 +143,7 @@ def _check_attached(net: nn.Module, targets: list[str]) -> None:
 
     found = {name for name, module in net.named_modules() if isinstance(module, BaseTunerLayer)}
     if found != set(targets):
-        raise ValueError(f"peft adapted other modules than asked: {sorted(found ^ set(targets))[:5]}")
+        raise AdapterError(f"peft adapted other modules than asked: {sorted(found ^ set(targets))[:5]}")
 
 
 def _report(net: nn.Module, modules: list[str], parameters: list[str]) -> Report:
@@ -175,7 +176,7 @@ def _matching(names: list[str], patterns: Sequence[str], option: str, matches) -
         except re.error as error:
             unmatched.append(f"{pattern!r} is not a regular expression ({error})")
     if unmatched:
-        raise ValueError(f"{option}: nothing matches " + "; nothing matches ".join(unmatched))
+        raise AdapterError(f"{option}: nothing matches " + "; nothing matches ".join(unmatched))
     return [name for name in names if any(matches(name, pattern) for pattern in patterns)]
 
 
@@ -194,10 +195,9 @@ def own_name(name: str) -> str:
     return name.replace(f"{BASE_LAYER}.", ".")
 
 
-def _own_parameters(net: nn.Module) -> dict[str, nn.Parameter]:
-    """The network's own parameters (no adapter's) by the names they have without an adapter."""
-    adapter = _adapter_parameters(net)
-    return {own_name(name): p for name, p in net.named_parameters() if name not in adapter}
+def _by_own_name(net: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of `net` by the names that they have without an adapter."""
+    return {own_name(name): p for name, p in net.named_parameters()}
 
 
 def _adapter_parameters(net: nn.Module) -> set[str]:
@@ -235,7 +235,7 @@ def set_adapter_state(net: nn.Module, state: Mapping[str, Tensor]) -> None:
     from peft import set_peft_model_state_dict
 
     if unknown := sorted(state.keys() - adapter_state(net).keys()):
-        raise ValueError(f"no such adapter tensors here: {', '.join(unknown[:3])} ({len(unknown)} in all)")
+        raise AdapterError(f"no such adapter tensors here: {', '.join(unknown[:3])} ({len(unknown)} in all)")
     set_peft_model_state_dict(net, dict(state))
 
 
@@ -263,7 +263,7 @@ def load_lora_into(net: nn.Module, path: str | Path, renames: Mapping[str, str])
         wrong += _misfits(theirs[module], file.scales[module], own[module], own_scales[module])
     if wrong:
         each = dict.fromkeys(sorted(wrong))  # mostly the same for all modules
-        raise ValueError(f"lora.init_from {file.path} does not fit this run: " + "; ".join(each))
+        raise AdapterError(f"lora.init_from {file.path} does not fit this run: " + "; ".join(each))
     set_adapter_state(net, file.state)
     return sorted(own.keys() - theirs.keys())
 

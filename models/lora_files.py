@@ -28,6 +28,10 @@ _ENTRY = re.compile(rf"(?P<module>.+?)\.(?P<leaf>(?:lora_|lokr_|hada_).+|alpha|{
 _OTHER_NAMES = {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight"}
 
 
+class AdapterError(ValueError):
+    """An adapter, or a file of one, that does not fit: what it names, trains or holds is not what was asked for."""
+
+
 def split(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Adapter tensors by module and by what follows its name. ValueError lists keys that are no adapter's."""
     modules: dict[str, dict[str, Tensor]] = {}
@@ -38,7 +42,7 @@ def split(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         else:
             strange.append(key)
     if strange:
-        raise ValueError(f"not adapter tensors: {', '.join(sorted(strange)[:5])} ({len(strange)} in all)")
+        raise AdapterError(f"not adapter tensors: {', '.join(sorted(strange)[:5])} ({len(strange)} in all)")
     return modules
 
 
@@ -69,7 +73,7 @@ def diffusers_to_comfy(
         rank, scale = rank_of(leaves), scales[module]
         parts = module.split(".")
         if clash := sorted(set(parts) & set(renames.values())):
-            raise ValueError(f"{module}: {clash[0]} is already a ComfyUI name, so the renaming could not be undone")
+            raise AdapterError(f"{module}: {clash[0]} is already a ComfyUI name, so the renaming could not be undone")
         name = ".".join([COMFY_PREFIX, *(renames.get(part, part) for part in parts)])
         for leaf, tensor in leaves.items():
             if leaf == MAGNITUDE:  # [out] -> [out, 1]; of a convolution [1, out, 1, ...] -> [out, 1, 1, ...]
@@ -102,7 +106,7 @@ def comfy_to_diffusers(
 
 def _strip(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     if foreign := [key for key in state if not key.startswith(f"{prefix}.")]:
-        raise ValueError(f"keys that do not begin with {prefix}.: {', '.join(foreign[:5])} ({len(foreign)} in all)")
+        raise AdapterError(f"keys that do not begin with {prefix}.: {', '.join(foreign[:5])} ({len(foreign)} in all)")
     return {key.removeprefix(f"{prefix}."): tensor for key, tensor in state.items()}
 
 
@@ -128,11 +132,11 @@ def read(path: str | Path, renames: Mapping[str, str]) -> AdapterFile:
             keys, metadata = file.keys(), file.metadata() or {}
             state = {key: file.get_tensor(key) for key in keys}
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path}: cannot be read as safetensors: {error}") from error
+        raise AdapterError(f"{path}: cannot be read as safetensors: {error}") from error
     prefix = next((p for p in ("transformer", "base_model.model", COMFY_PREFIX) if _all_begin(state, p)), None)
     if prefix is None:
         first = next(iter(state), "no tensors at all")
-        raise ValueError(
+        raise AdapterError(
             f"{path}: keys begin with neither transformer. (diffusers) nor {COMFY_PREFIX}. (ComfyUI): {first}"
         )
     try:
@@ -149,7 +153,7 @@ def read(path: str | Path, renames: Mapping[str, str]) -> AdapterFile:
         scale = _scale(config)
         return AdapterFile(path, state, dict.fromkeys(split(state), scale))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise AdapterError(f"{path}: {error}") from error
 
 
 def _scale(config: dict) -> float:
@@ -164,13 +168,15 @@ def _file(path: Path) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
-        raise ValueError(f"{path}: there is no such file or folder")
+        raise AdapterError(f"{path}: there is no such file or folder")
     for name in (DIFFUSERS_FILE, PEFT_FILE):
         if (path / name).is_file():
             return path / name
     singles = sorted(path.glob("*.safetensors"))
     if len(singles) != 1:
-        raise ValueError(f"{path}: holds no {DIFFUSERS_FILE}; give the file itself ({len(singles)} .safetensors there)")
+        raise AdapterError(
+            f"{path}: holds no {DIFFUSERS_FILE}; give the file itself ({len(singles)} .safetensors there)"
+        )
     return singles[0]
 
 

@@ -21,6 +21,10 @@ ROUNDING_OPTIMIZERS = ("adamw8bit-ao", "adamw4bit-ao", "adamwfp8-ao")
 KEPT_PATTERNS = ("norm", "lora_", "time_embed")
 
 
+class PrecisionError(ValueError):
+    """Precisions that the model or the hardware does not stand."""
+
+
 def problems(config, half_precision: Sequence[str] = ("bf16",)) -> list[str]:
     """What is wrong with the precisions in `config` (trainers.config.Config), known before anything loads.
 
@@ -56,9 +60,9 @@ def problems(config, half_precision: Sequence[str] = ("bf16",)) -> list[str]:
 
 
 def check(config, half_precision: Sequence[str] = ("bf16",)) -> None:
-    """Raises ValueError that lists every one of `problems`."""
+    """Raises PrecisionError that lists every one of `problems`."""
     if found := problems(config, half_precision):
-        raise ValueError("\n".join(found))
+        raise PrecisionError("\n".join(found))
 
 
 def apply_storage(net: nn.Module, storage: str, compute: torch.dtype) -> list[str]:

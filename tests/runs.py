@@ -1,8 +1,11 @@
 """Runs for tests: small clips, options for a tiny run, whole runs in this process and in two forked ones."""
 
+import contextlib
+import gc
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
@@ -161,3 +164,31 @@ def recorded(kind):
 
     Recorded.__name__ = kind.__name__
     return Recorded
+
+
+@contextlib.contextmanager
+def libraries():
+    """Imports what runs import, before anything is forked; frozen, or every gc.collect of a run walks all of it (1 s)."""
+    import accelerate
+    import diffusers
+    import peft
+
+    assert accelerate and peft and diffusers.LTXPipeline
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def killed(function, *arguments, timeout: float = 60) -> None:
+    """function(*arguments) in a forked child, which must end by its own SIGKILL."""
+    child = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+    child.start()
+    child.join(timeout)
+    child.kill()
+    assert child.exitcode == -signal.SIGKILL, child.exitcode
+
+
+def die() -> None:
+    """kill -9 from within: nothing is cleaned up, nothing flushed."""
+    os.kill(os.getpid(), signal.SIGKILL)

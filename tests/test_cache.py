@@ -74,7 +74,7 @@ def test_round_trip(tmp_path):
 def test_views_of_one_storage(tmp_path):
     whole = torch.randn(4, 6)
     cache = Cache(tmp_path)
-    views = {"a": whole[:2], "b": whole[2:], "c": whole.T, "d": whole[:, ::2]}
+    views = {"a": whole[:2], "b": whole[2:], "c": whole.T, "d": whole[:, ::2], "e": whole[:2]}
     cache.put(KEY, views, {})
     assert same(cache.get(KEY), views)
     assert path_of(cache).stat().st_size < 2000  # a view is stored, not what it looks into

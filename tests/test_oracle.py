@@ -1,4 +1,4 @@
-"""The oracle round trip: the real diffusers pipeline, its transformer replaced by the trainer's own training target.
+"""The oracle round trip: the real diffusers pipeline, its transformer replaced by the trainer's own target.
 
 At every denoising step the fake transformer asks the trainer what it would have fed the network at that noise level,
 and compares every keyword with what the pipeline feeds it. It answers with the trainer's target (and with rubbish where the

@@ -180,6 +180,13 @@ def test_folder_problems(tmp_path):
     assert "line 1: byte 0xe9" in text
 
 
+def test_line_ends_inside_a_caption_file(tmp_path):
+    root = touch(tmp_path, "a.mp4", "b.mp4")
+    (root / "a.txt").write_bytes(b"one\r\nmore\r\n")
+    (root / "b.txt").write_bytes(b"two\rmore\r")
+    assert pairs(root) == {"a.mp4": "one\nmore", "b.mp4": "two\nmore"}
+
+
 def test_empty_captions_are_opted_in(tmp_path):
     root = touch(folder(tmp_path), "bare.mp4")
     problems_of(root)
@@ -200,7 +207,8 @@ def test_links_are_followed_once(tmp_path):
     root = folder(tmp_path / "clips")
     (root / "sub" / "loop").symlink_to(root)
     (tmp_path / "link").symlink_to(root)
-    assert list(pairs(tmp_path / "link")) == ["a.MP4", "b.mp4", "c.mov", "still.PNG"]
+    rows, problems = read_source(Source(str(tmp_path / "link")))
+    assert [row.path.name for row in rows] == ["a.MP4", "b.mp4", "c.mov", "still.PNG"] and problems == []
 
 
 def test_composed_and_decomposed_names_meet(tmp_path):
@@ -236,12 +244,12 @@ def test_caption_column(tmp_path):
 def test_csv_problems(tmp_path):
     root = touch(tmp_path, *NAMES)
     listing = root / "metadata.csv"
-    listing.write_text('file_name,text\na.mp4,one,two\nb.mp4,"a\nb"\nnope.mp4,three\nc.mp4,\nd.mp4,"x"y\n')
+    listing.write_text('file_name,text\na.mp4,one,two\nnope.mp4,"a\nb"\nc.mp4,\nd.mp4,"x"y\n')
     first, second, third, fourth = problems_of(root, 4)
     assert f"{listing} line 2: 3 fields, the header has 2" in first
-    assert f"{listing} line 5: no such file nope.mp4" in second
-    assert f"{listing} line 6: the caption is empty" in third
-    assert f"{listing} line 7" in fourth
+    assert f"{listing} line 3: no such file nope.mp4" in second
+    assert f"{listing} line 5: the caption is empty" in third
+    assert f"{listing} line 6" in fourth
     listing.write_text("file_name;text\na.mp4;one\n")
     assert "separated by commas" in problems_of(root)[0]
     listing.write_text("path,words\na.mp4,one\n")

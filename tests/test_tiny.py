@@ -61,6 +61,7 @@ def test_width_gives_matrices_that_quantised_optimizers_take(tmp_path):
 
 
 def test_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "models.tiny")  # or runpy warns
     monkeypatch.setattr(sys, "argv", ["tiny", "ltx", str(tmp_path / "made")])
     runpy.run_module("models.tiny", run_name="__main__")
     assert (

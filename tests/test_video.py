@@ -5,6 +5,7 @@ import os
 import pickle
 from dataclasses import asdict
 from fractions import Fraction
+from itertools import islice
 
 import av
 import numpy as np
@@ -49,6 +50,7 @@ def encode(path, frames, codec="libx264", pix="yuv420p", rate=24, options=None, 
     with av.open(str(path), "w", options=mux or {}) as out:
         stream = out.add_stream(codec, rate=Fraction(rate), options=options)
         stream.height, stream.width, stream.pix_fmt = *frames[0].shape[:2], pix
+        stream.codec_context.thread_count = 1  # the same bytes every time
         if turn := stream_fields.pop("turn", None):
             stream.set_display_rotation(*turn)
         if times:
@@ -210,6 +212,15 @@ def test_seeking_leaves_out_the_frames_before(tmp_path, monkeypatch, name):
     assert 3 <= len(decoded) < 15  # and decoding starts at a key frame near by
 
 
+def test_where_timestamps_stop_proving_it_decoding_goes_on_from_the_start(tmp_path, monkeypatch):
+    import data.video as video
+
+    path, original = clip(tmp_path / "a.mp4", 20), video._after_seek
+    monkeypatch.setattr(video, "_after_seek", lambda *window: islice(original(*window), 2))
+    frames = read_frames(path, 9, 5, 64, 96)
+    assert [index_of(frames[:, i]) for i in range(5)] == [9, 10, 11, 12, 13]
+
+
 def _counting(opened, decoded):
     from contextlib import contextmanager
 
@@ -295,6 +306,8 @@ def test_cover_crops_the_centre_and_does_not_stretch(tmp_path):
     assert square.float().mean() > 195
     small = read_frames(path, 0, 1, 32, 64)[:, 0].float().mean((0, 1))
     assert small[:14].max() < 20 and small[18:46].min() > 190 and small[50:].max() < 20
+    band = read_frames(encode(tmp_path / "b.mp4", [np.rot90(bars)]), 0, 1, 64, 64)[:, 0]
+    assert band.float().mean() > 195
     still = tmp_path / "a.png"
     Image.fromarray(bars).save(still)
     assert (read_frames(still, 0, 1, 64, 64) == 200).all()
@@ -327,15 +340,15 @@ def test_full_and_limited_range_and_ten_bits(tmp_path):
         "ten.mp4": dict(codec="libx265", pix="yuv420p10le", options={"x265-params": "log-level=none", "crf": "4"}),
     }
     for name, kinds in how.items():
-        frames = read_frames(encode(tmp_path / name, [ramp] * 2, **kinds), 0, 2, 64, 96)
-        assert frames.dtype == torch.uint8 and frames.shape == (3, 2, 64, 96)
+        frames = read_frames(encode(tmp_path / name, [ramp] * 9, **kinds), 0, 9, 64, 96)
+        assert frames.dtype == torch.uint8 and frames.shape == (3, 9, 64, 96)
         assert frames[..., :40].max() <= 4 and frames[..., 56:].min() >= 251, name
 
 
 def test_hdr_is_noted(tmp_path):
     path = encode(
         tmp_path / "a.mp4",
-        [picture()] * 2,
+        [picture()] * 9,
         codec="libx265",
         pix="yuv420p10le",
         options={"x265-params": "log-level=none"},
@@ -446,6 +459,36 @@ def test_fewer_frames_than_promised(tmp_path):
     path = clip(tmp_path / "tail.webm", 49, codec="libvpx-vp9", options={"g": "6", "crf": "10", "b:v": "0"})
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(UnreadableClip, match=r"header promises 49 frames, \d\d decode"):
+        probe(path)
+
+
+def test_concealed_damage_is_found_though_all_frames_decode(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 255, (25, 64, 96, 3), dtype=np.uint8)
+    path = encode(tmp_path / "a.mp4", list(noise), options={"qp": "20", "g": "12", "bf": "0"})
+    with av.open(str(path)) as container:
+        packet = [p for p in container.demux(video=0) if p.size][18]
+        middle = packet.pos + packet.size // 2
+    raw = bytearray(path.read_bytes())
+    raw[middle : middle + 40] = b"\xff" * 40
+    path.write_bytes(raw)
+    with av.open(str(path)) as container:
+        assert sum(1 for _ in container.decode(video=0)) == 25  # FFmpeg fills the hole and says nothing
+    with pytest.raises(UnreadableClip, match=r"promises 25 frames, 25 decode \(frame 18 is damaged"):
+        probe(path)
+    with pytest.raises(UnreadableClip, match="frame 18 is damaged"):
+        read_frames(path, 0, 25, 64, 96)
+    with pytest.raises(UnreadableClip, match="frame 18 is damaged"):
+        read_frames(path, 15, 9, 64, 96)
+
+
+def test_lost_packets_of_a_stream_without_counts(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 255, (25, 64, 96, 3), dtype=np.uint8)
+    path = encode(tmp_path / "a.ts", list(noise), options={"qp": "20", "g": "1"})
+    assert probe(path).frames == 25
+    raw = path.read_bytes()
+    middle = len(raw) // 2 // 188 * 188
+    path.write_bytes(raw[:middle] + raw[middle + 3 * 188 :])
+    with pytest.raises(UnreadableClip, match=r"\d+ frames decode \(.*damaged"):
         probe(path)
 
 

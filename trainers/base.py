@@ -11,36 +11,21 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from data.batches import MicroBatches, Schedule, collate
-from data.cache import NonFinite
 from data.video import HashMemo
-from models import adapters, export, load, memory, precision
+from models import adapters, export, memory, precision
 from trainers import checkpoints, launch, objectives, optimizers, plan, publish
-from trainers.config import Config, OptionError
+from trainers.config import Config
 from trainers.objectives import Batch
 from trainers.parsing import read_options, to_yaml
 from trainers.precompute import Encoders, to_device
 from trainers.pretrained import Pretrained
-from trainers.pulse import Clock, NonFiniteStep, Pulse, peak_memory, seed_of
-from trainers.tracking import Tracker, TrackerError
+from trainers.pulse import Clock, Pulse, peak_memory, seed_of
+from trainers.tracking import Tracker
 from trainers.tracking import check as check_trackers
-from trainers.validation import PromptError, Validation, read_prompts
+from trainers.validation import Validation, read_prompts
 
-# Faults in the user's files and options end in one message without a traceback.
-USER_ERRORS = (
-    OptionError,
-    plan.PlanError,
-    PromptError,
-    TrackerError,
-    NonFinite,
-    load.ModelError,
-    ValueError,
-    export.ExportError,
-    checkpoints.CheckpointError,
-    NonFiniteStep,
-)
 TIME_LIMIT = 1  # why a rank wants to stop: this, or the number of a signal
 
 
@@ -153,7 +138,7 @@ class Trainer(ABC):
         config = read_options(cls.Config, argv, description)
         try:
             cls(config).run()
-        except USER_ERRORS as error:
+        except launch.USER_ERRORS as error:
             raise SystemExit(f"error: {error}") from None
 
     def __init__(self, config: Config):
@@ -173,12 +158,12 @@ class Trainer(ABC):
             signal.signal(number, self.on_signal)
         check_trackers(c.report_to, self.output_dir)
         checkpoints.refuse_leftovers(c, self.output_dir)
-        self.plan = launch.on_main(accelerator, self.make_plan, USER_ERRORS)
-        self.validation = Validation(self, launch.on_main(accelerator, self.read_prompts, USER_ERRORS))
+        self.plan = launch.on_main(accelerator, self.make_plan)
+        self.validation = Validation(self, launch.on_main(accelerator, self.read_prompts))
         with accelerator.main_process_first():  # hashing weights is memoised: once per machine
             self.encoders = Encoders(self, self.plan, self.validation.texts())
             missing = self.encoders.missing() if c.data.precompute == "disk" else {}
-        self.global_batch = c.train.batch_size * c.train.gradient_accumulation_steps * self.world
+        resume, saved = self.find_checkpoint()
         self.say(plan.report(self.plan, self, missing, self.global_batch))
         if c.stage == "plan":
             return
@@ -188,21 +173,31 @@ class Trainer(ABC):
         if c.data.precompute == "disk":
             self.encoders.fill() if c.stage in ("all", "precompute") else self.encoders.require()
         if c.stage in ("all", "train") and not c.precompute_only:
-            self.train()
+            self.train(resume, saved)
 
-    def train(self) -> None:
-        """Builds or restores the state of a run, then the loop."""
-        c = self.config
-        resume, notes = checkpoints.find(c.checkpoint.resume, self.output_dir) if c.checkpoint.resume else (None, [])
+    def find_checkpoint(self) -> tuple[Path | None, dict]:
+        """The checkpoint to resume from and its state, refused here if it does not fit; sets the batch layout."""
+        c, resume, notes = self.config, None, []
+        if c.checkpoint.resume:
+            resume, notes = checkpoints.find(c.checkpoint.resume, self.output_dir)
         self.say(*notes)
         saved = checkpoints.read_state(resume) if resume else {}
-        self.global_batch = saved.get("global_batch", self.global_batch)
-        accumulation = checkpoints.accumulation(c.train, self.world, self.global_batch)
-        if accumulation != c.train.gradient_accumulation_steps:
-            self.say(f"keeping the checkpoint's global batch of {self.global_batch}: accumulation is {accumulation}")
-        self.accelerator.gradient_accumulation_steps = accumulation
+        own = c.train.batch_size * c.train.gradient_accumulation_steps * self.world
+        self.global_batch = saved.get("global_batch", own)
+        self.accumulation = checkpoints.accumulation(c.train, self.world, self.global_batch)
+        if self.accumulation != c.train.gradient_accumulation_steps:
+            self.say(f"keeping the checkpoint's global batch, {self.global_batch}: accumulation is {self.accumulation}")
+        self.accelerator.gradient_accumulation_steps = self.accumulation
         self.schedule = Schedule(self.plan.sizes, self.global_batch, c.train.seed)
         self.steps = self.plan.steps(c.train, self.global_batch)
+        if resume:
+            checkpoints.compare(resume, saved["facts"], self.facts())
+            self.say(*checkpoints.changes(resume, saved["context"], self.context()))
+        return resume, saved
+
+    def train(self, resume: Path | None, saved: dict) -> None:
+        """Builds or restores the state of a run, then the loop."""
+        c = self.config
         self.build()
         self.window: list[float] = []
         self.tokens_seen = 0
@@ -246,23 +241,15 @@ class Trainer(ABC):
 
     def batches(self) -> Iterator[Batch]:
         """Micro-batches up to the last step, on the device; sets the slots that randomness is keyed by."""
-        c, a = self.config, self.accelerator
-        accumulation, workers = a.gradient_accumulation_steps, c.data.num_workers
+        rank, start = self.accelerator.process_index, self.step * self.accumulation
         micro = MicroBatches(
-            self.schedule, self.encoders.reader(), c.train.batch_size, accumulation, a.process_index, self.world
+            self.schedule, self.encoders.reader(), self.config.train.batch_size, self.accumulation, rank, self.world
         )
-        loader = DataLoader(
-            micro,
-            batch_size=None,
-            sampler=range(self.step * accumulation, self.steps * accumulation),
-            num_workers=workers,
-            prefetch_factor=4 if workers else None,
-            pin_memory=self.device.type == "cuda",
-        )
-        for n, (slots, bucket, picks, batch) in enumerate(loader, self.step * accumulation):
+        loader = self.encoders.loader(micro, range(start, self.steps * self.accumulation))
+        for n, (slots, bucket, picks, batch) in enumerate(loader, start):
             self.slots = slots
             # For what draws from torch's global generator all the same: lora.dropout, stochastic rounding.
-            torch.manual_seed(seed_of(c.train.seed, n // accumulation, n % accumulation, a.process_index))
+            torch.manual_seed(seed_of(self.config.train.seed, *divmod(n, self.accumulation), rank))
             yield to_device(self.encoders.finish(batch, bucket, picks), self.device)
 
     def settle(self) -> None:
@@ -338,10 +325,6 @@ class Trainer(ABC):
 
     def restore(self, folder: Path, saved: dict) -> None:
         """Weights, optimizer and step of a checkpoint that fits this run."""
-        checkpoints.compare(folder, saved["facts"], self.facts())
-        for name, value in self.context().items():
-            if saved["context"].get(name) != value:
-                self.say(f"note: {name} was {saved['context'].get(name)} in {folder.name}, now {value}")
         self.accelerator.load_state(str(folder / "state"))
         self.accelerator.step = 0  # its count of micro-steps; a step boundary is where ours restart
         self.step, self.saved = saved["step"], folder
@@ -418,7 +401,6 @@ class Trainer(ABC):
             **lora,
             "precision.trainable": c.precision.trainable,
             "optimizer.name": c.optimizer.name,
-            "trainable parameters": len(self.parameters),
         }
 
     def context(self) -> dict:
@@ -438,7 +420,7 @@ class Trainer(ABC):
         if not c.validation.prompts:
             return []
         call, image_call = (self.pretrained.type_named(self.sample_class(k)).__call__ for k in ({}, {"image": True}))
-        return read_prompts(c.validation.prompts, call, self.plan.largest, c, image_call, *self.size_rules())
+        return read_prompts(c.validation.prompts, call, self.plan.most_used, c, image_call, *self.size_rules())
 
     @cached_property
     def vae(self):

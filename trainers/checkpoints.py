@@ -173,6 +173,11 @@ def refuse_leftovers(config, root: Path) -> None:
         )
 
 
+def changes(folder: Path, saved: dict, own: dict) -> list[str]:
+    """What differs from the run that wrote the checkpoint and is allowed to, in words."""
+    return [f"note: {k} was {saved.get(k)} in {folder.name}, now {v}" for k, v in own.items() if saved.get(k) != v]
+
+
 def numbered(root: Path) -> list[Path]:
     """The checkpoint folders under `root`, newest first."""
     found = [p for p in root.glob("checkpoint-*") if p.is_dir() and p.name.removeprefix("checkpoint-").isdigit()]

@@ -4,7 +4,32 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 
+from data.cache import NonFinite
+from models.adapters import AdapterError
+from models.export import ExportError
+from models.load import ModelError
+from models.precision import PrecisionError
+from trainers.checkpoints import CheckpointError
 from trainers.config import Config, OptionError, refuse
+from trainers.plan import PlanError
+from trainers.prompts import PromptError
+from trainers.pulse import NonFiniteStep
+from trainers.tracking import TrackerError
+
+# Faults of the user's files, options and numbers: they end in one message, without a traceback.
+USER_ERRORS = (
+    AdapterError,
+    CheckpointError,
+    ExportError,
+    ModelError,
+    NonFinite,
+    NonFiniteStep,
+    OptionError,
+    PlanError,
+    PrecisionError,
+    PromptError,
+    TrackerError,
+)
 
 
 def accelerator(config: Config):
@@ -62,13 +87,13 @@ def contradictions(config: Config) -> list[str]:
     return found
 
 
-def on_main(accelerator, make: Callable, errors: tuple[type[Exception], ...]):
-    """make() of the main process, on every rank. Its `errors` are raised there alone; the others end silently."""
+def on_main(accelerator, make: Callable):
+    """make() of the main process, on every rank. A user's mistake is raised there alone; the others end silently."""
     result: list = [None, None]
     if accelerator.is_main_process:
         try:
             result[0] = make()
-        except errors as error:
+        except USER_ERRORS as error:
             result[1] = error
     if accelerator.num_processes > 1:
         from accelerate.utils import broadcast_object_list

@@ -52,8 +52,8 @@ class Plan:
         return sum(self.sizes.values())
 
     @property
-    def largest(self) -> Bucket:
-        """The most used bucket."""
+    def most_used(self) -> Bucket:
+        """The bucket with the most samples."""
         return Bucket.parse(max(self.sizes, key=self.sizes.get))
 
     def digest(self) -> str:
@@ -143,7 +143,7 @@ def report(plan: Plan, trainer, missing: dict[str, tuple[int, int]], global_batc
             f"warning: data.caption_technique is {c.data.caption_technique}, but this model was pre-trained with "
             f"{trainer.pretrained_caption_technique}"
         )
-    b = plan.largest
+    b = plan.most_used
     lines += ["", *histogram(c.noise, trainer.noise_shift(trainer.tokens(b.frames, b.height, b.width)))]
     return "\n".join(lines)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from data.batches import collate
 from data.cache import Cache, entry_key
@@ -302,6 +303,18 @@ class Encoders:
             return RawRows(groups)
         keys = {s: (self.video_key(s), text_key(self.text_facts, s.caption), s.fps) for s in self.plan.samples}
         return CachedRows(self.cache, {b: [keys[s] for s in samples] for b, samples in groups.items()})
+
+    def loader(self, dataset, order: range) -> DataLoader:
+        """The dataset's items in this order, read ahead by data.num_workers processes."""
+        workers = self.config.data.num_workers
+        return DataLoader(
+            dataset,
+            batch_size=None,  # the dataset makes whole micro-batches
+            sampler=order,
+            num_workers=workers,
+            prefetch_factor=4 if workers else None,
+            pin_memory=self.trainer.device.type == "cuda",
+        )
 
     def finish(self, batch: Batch, bucket: str, picks: list[int]) -> Batch:
         """A batch as the loader gives it, encoded if it is not yet."""

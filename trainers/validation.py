@@ -165,7 +165,7 @@ class Validation:
         pipe.set_progress_bar_config(disable=True)
         begun = time.monotonic()
         modules = [m for m in pipe.components.values() if isinstance(m, nn.Module)]
-        with evaluating(modules), visiting(pipe.vae, device), torch.no_grad(), trainer.accelerator.autocast():
+        with evaluating(modules), visiting(pipe.vae, device), torch.no_grad():  # the network has its own autocast
             texts = [trainer.text_rows(text) for text in (prompt.prompt, prompt.negative_prompt)]
             text, negative = ({k: v.to(device) for k, v in rows.items()} for rows in texts)
             # On the CPU, so that a seed means the same video on every kind of device.

@@ -1,0 +1,259 @@
+"""kill -9 at every moment of precompute, of writing a checkpoint and of publishing the result: the next run goes on."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import runs
+from data.cache import Cache
+from models import export
+from runs import die, killed
+from trainers import base, checkpoints, publish
+
+ROOT = Path(__file__).parents[1]
+ENTRIES = 15  # seven captions, "", seven clips
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries():
+    with runs.libraries():
+        yield
+
+
+def entries(cache: Path) -> dict[str, int]:
+    """Key -> time of change of every entry; each can be read."""
+    store = Cache(cache)
+    keys = store.keys()
+    assert all(store.get(key) for key in keys)
+    return {key: store._path(key).stat().st_mtime_ns for key in keys}
+
+
+def precompute(model, clips, cache, **changes):
+    return runs.run(model, clips, cache.parent / "run", stage="precompute", data__cache_dir=cache, **changes)
+
+
+@pytest.fixture
+def stored(monkeypatch) -> list[str]:
+    """The sources of the entries that are written from now on."""
+    seen, put = [], Cache.put
+
+    def note_and_put(self, key, tensors, note):
+        put(self, key, tensors, note)
+        seen.append(note["source"])
+
+    monkeypatch.setattr(Cache, "put", note_and_put)
+    return seen
+
+
+# -- precompute ---------------------------------------------------------------------------------------------------
+
+
+def die_in_put(moment: str, count: int, model, clips, cache) -> None:
+    """Precomputes until the `count`-th entry is being written, then dies at that moment of it."""
+    put, fsync, calls = Cache.put, os.fsync, []
+
+    def cut_off(descriptor):
+        os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
+        die()
+
+    def whole(descriptor):
+        fsync(descriptor)
+        die()
+
+    def dying_put(self, key, tensors, note):
+        calls.append(key)
+        if len(calls) == count:
+            if moment == "nothing written":
+                die()
+            os.fsync = {"half written": cut_off, "not renamed": whole}.get(moment, fsync)
+        put(self, key, tensors, note)
+        if len(calls) == count:
+            die()
+
+    Cache.put = dying_put
+    precompute(model, clips, cache)
+
+
+def test_precompute_killed_again_and_again_goes_on(tiny_ltx, clips, tmp_path, stored):
+    undisturbed = tmp_path / "undisturbed"
+    precompute(tiny_ltx, clips, undisturbed)
+    assert len(stored) == ENTRIES
+    stored.clear()
+
+    cache, have = tmp_path / "cache", {}
+    moments = ["half written", "renamed", "nothing written", "not renamed"]
+    for n in range(20):
+        if len(have) > ENTRIES - 3:
+            break
+        moment = moments[n % 4]
+        killed(die_in_put, moment, 3, tiny_ltx, clips, cache)
+        now = entries(cache)
+        assert len(now) == len(have) + (3 if moment == "renamed" else 2), moment
+        assert now.items() >= have.items()  # made before, not made again
+        have = now
+    assert n >= 5
+    assert list((cache / "tmp").iterdir())  # what the kills left behind
+    precompute(tiny_ltx, clips, cache)
+    assert len(stored) == len(set(stored)) == ENTRIES - len(have) > 0
+    now = entries(cache)
+    assert now.items() >= have.items() and now.keys() == entries(undisturbed).keys()
+    for key in now:
+        ours, theirs = Cache(cache).get(key), Cache(undisturbed).get(key)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+
+
+@pytest.mark.slow
+def test_the_real_script_killed_while_it_encodes(tiny_ltx, tmp_path, stored):
+    """12 clips, 13 captions; SIGKILL from outside once clips are being encoded."""
+    data = tmp_path / "clips"
+    data.mkdir()
+    for i in range(12):
+        runs.write_clip(data / f"{i}.mp4", 9, 64, 96, 24, seed=i)
+        (data / f"{i}.txt").write_text(f"a cat number {i}")
+    cache = tmp_path / "run" / "cache"
+    words = runs.options(tiny_ltx, data, tmp_path / "run", stage="precompute", data__buckets="9x64x96")
+    process = subprocess.Popen([sys.executable, "train_ltx.py", *words], cwd=ROOT, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(Cache(cache).keys()) < 14 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.kill()
+    assert process.wait(60) == -signal.SIGKILL
+    have = entries(cache)
+    assert 14 <= len(have) < 25
+    made = precompute(tiny_ltx, data, cache, data__buckets="9x64x96")
+    assert len(stored) == len(set(stored)) == 25 - len(have)
+    assert entries(cache).items() >= have.items()
+    assert made.encoders.missing() == {"captions": (0, 13), "clips": (0, 12)}
+
+
+# -- checkpoints --------------------------------------------------------------------------------------------------
+
+FILES = ("trainable.safetensors", "optimizer.bin", "random_states_0.pkl", "pytorch_lora_weights.safetensors")
+FILES += ("pytorch_lora_weights_comfyui.safetensors", "trainer_state.json")
+
+
+def train(model, clips, root: Path, **changes):
+    """Six steps with a checkpoint every two; the cache is shared."""
+    given = dict(train__steps=6, checkpoint__every=2, data__cache_dir=root.parent / "cache", **changes)
+    return runs.run(model, clips, root, **given)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tiny_ltx, clips, tmp_path_factory):
+    """(the folder that holds runs and their cache, trained numbers and metrics of an unbroken run)."""
+    root = tmp_path_factory.mktemp("runs") / "unbroken"
+    made = train(tiny_ltx, clips, root)
+    return root.parent, runs.trained(made), [row["loss"] for row in runs.metrics(root)]
+
+
+def before_call(of, name: str, count: int):
+    """Dies at the `count`-th call of of.name instead of making it."""
+    replace_call(of, name, count, lambda call, *arguments: die())
+
+
+def after_call(of, name: str, count: int):
+    def act(call, *arguments, **keywords):
+        call(*arguments, **keywords)
+        die()
+
+    replace_call(of, name, count, act)
+
+
+def replace_call(of, name: str, count: int, act):
+    call, calls = getattr(of, name), []
+
+    def counting(*arguments, **keywords):
+        calls.append(name)
+        return act(call, *arguments, **keywords) if len(calls) == count else call(*arguments, **keywords)
+
+    setattr(of, name, counting)
+
+
+def half_a_file(call, value, file):
+    """torch.save that is cut off in the middle."""
+    call(value, file)
+    os.truncate(file, os.path.getsize(file) // 2)
+    die()
+
+
+# What happens in the process before it trains, and the newest checkpoint that is whole after its death. The second
+# checkpoint is being made, if nothing else is said; calls are counted accordingly.
+DEATHS = {
+    "save_state begins": (lambda: before_call(base.checkpoints, "keep_trainable_only", 1), None),
+    "trainable weights written": (lambda: before_call(torch, "save", 3), 2),
+    "optimizer half written": (lambda: replace_call(torch, "save", 3, half_a_file), 2),
+    "random states half written": (lambda: replace_call(torch, "save", 4, half_a_file), 2),
+    "state written, no export": (lambda: before_call(export, "save_lora", 2), 2),
+    "export written": (lambda: after_call(export, "save_lora", 2), 2),
+    "export verified": (lambda: after_call(export, "verify_lora", 2), 2),
+    "list of files not renamed": (lambda: before_call(os, "replace", 2), 2),
+    "list of files written": (lambda: after_call(checkpoints, "write_json", 2), 2),
+    "before the rename": (lambda: before_call(Path, "rename", 2), 2),
+    "after the rename": (lambda: after_call(Path, "rename", 2), 4),
+    "at the last checkpoint, before the rename": (lambda: before_call(Path, "rename", 3), 4),
+    "before publishing": (lambda: before_call(publish, "publish", 1), 6),
+    "one file published": (lambda: after_call(publish, "link_or_copy", 1), 6),
+}
+
+
+def die_in_training(death: str, model, clips, root: Path) -> None:
+    DEATHS[death][0]()
+    train(model, clips, root)
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_killed_while_it_saves_it_goes_on_from_the_last_whole_checkpoint(death, tiny_ltx, clips, unbroken):
+    folder, weights, losses = unbroken
+    root = folder / death.replace(" ", "-")
+    killed(die_in_training, death, tiny_ltx, clips, root)
+    step = DEATHS[death][1]
+    found, _ = checkpoints.find("latest", root)
+    assert found == (root / f"checkpoint-{step}" if step else None)
+    for whole in checkpoints.numbered(root):
+        assert {p.name for p in whole.rglob("*") if p.is_file()} == set(FILES), (
+            "a checkpoint is there, but not all of it"
+        )
+
+    made = train(tiny_ltx, clips, root, checkpoint__resume="latest")
+    assert torch.equal(runs.trained(made), weights)
+    assert [row["loss"] for row in runs.metrics(root)] == losses
+    assert [p.name for p in checkpoints.numbered(root)] == ["checkpoint-6", "checkpoint-4", "checkpoint-2"]
+    assert not list(root.glob(".*"))  # nothing half-made is left
+    last, published = (p / publish.LORA for p in (root / "checkpoint-6", root))
+    assert published.read_bytes() == last.read_bytes()
+
+
+def die_in_prune(moment: str, model, clips, root: Path) -> None:
+    remove = shutil.rmtree
+
+    def half(path, *arguments, **keywords):
+        if path == root / "checkpoint-2" / "state":
+            if moment == "half deleted":
+                (path / "optimizer.bin").unlink()
+            die()
+        remove(path, *arguments, **keywords)
+
+    shutil.rmtree = half
+    train(model, clips, root, checkpoint__keep=1)
+
+
+@pytest.mark.parametrize("moment", ["marker gone", "half deleted"])
+def test_killed_while_old_state_is_deleted(moment, tiny_ltx, clips, unbroken):
+    """Half-deleted state never looks whole: it is passed over, and a run told to use it says what is wrong."""
+    folder, weights, _ = unbroken
+    root = folder / f"prune-{moment.replace(' ', '-')}"
+    killed(die_in_prune, moment, tiny_ltx, clips, root)
+    old, new = root / "checkpoint-2", root / "checkpoint-4"
+    assert (old / "state").is_dir() and checkpoints.find("latest", root)[0] == new
+    with pytest.raises(checkpoints.CheckpointError, match="checkpoint-2: incomplete"):
+        train(tiny_ltx, clips, root, checkpoint__resume=old)
+    made = train(tiny_ltx, clips, root, checkpoint__resume="latest", checkpoint__keep=1)
+    assert torch.equal(runs.trained(made), weights)
+    assert not (old / "state").exists() and (old / publish.LORA).exists()  # the export stays
