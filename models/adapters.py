@@ -250,7 +250,7 @@ def load_lora_into(net: nn.Module, path: str | Path, renames: Mapping[str, str])
     """Starts the attached adapter from a file (`lora.init_from`): diffusers, ComfyUI or peft names.
 
     Its rank, scale and kind must be those of the adapter, and every tensor in it must have a place; ValueError lists
-    all that does not fit. Returns the adapted modules that the file says nothing about: they start fresh.
+    all that does not fit. Returns lines to tell the user: adapted modules that the file says nothing about start fresh.
     `renames`: as in models.lora_files.
     """
     file = lora_files.read(path, renames)
@@ -265,7 +265,9 @@ def load_lora_into(net: nn.Module, path: str | Path, renames: Mapping[str, str])
         each = dict.fromkeys(sorted(wrong))  # mostly the same for all modules
         raise AdapterError(f"lora.init_from {file.path} does not fit this run: " + "; ".join(each))
     set_adapter_state(net, file.state)
-    return sorted(own.keys() - theirs.keys())
+    if not (fresh := sorted(own.keys() - theirs.keys())):
+        return []
+    return [f"{file.path} has nothing for {len(fresh)} adapted modules, such as {fresh[0]}: they start fresh"]
 
 
 def _misfits(theirs: dict[str, Tensor], their_scale: float, own: dict[str, Tensor], own_scale: float) -> list[str]:

@@ -174,9 +174,7 @@ def _file(path: Path) -> Path:
             return path / name
     singles = sorted(path.glob("*.safetensors"))
     if len(singles) != 1:
-        raise AdapterError(
-            f"{path}: holds no {DIFFUSERS_FILE}; give the file itself ({len(singles)} .safetensors there)"
-        )
+        raise AdapterError(f"{path}: holds no {DIFFUSERS_FILE}; give the file itself ({len(singles)} there)")
     return singles[0]
 
 

@@ -147,10 +147,7 @@ def interrupted(kind, step: int):
 
 
 def recorded(kind):
-    """The trainer class `kind`, which also keeps in `records` what each row trained on.
-
-    (step, slot, sample's index among the plan's, its loss, its learning rate is in metrics.jsonl)
-    """
+    """The trainer class `kind`, which also keeps (step, slot, loss) of every row that it trained on in `records`."""
 
     class Recorded(kind):
         def __init__(self, config):
@@ -168,7 +165,7 @@ def recorded(kind):
 
 @contextlib.contextmanager
 def libraries():
-    """Imports what runs import, before anything is forked; frozen, or every gc.collect of a run walks all of it (1 s)."""
+    """Imports what runs import, before anything is forked; frozen, or each gc.collect of a run walks it all (1 s)."""
     import accelerate
     import diffusers
     import peft

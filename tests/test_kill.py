@@ -9,34 +9,24 @@ import time
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 import runs
+from caches import CLIPS, TEXTS, entries, precompute
 from data.cache import Cache
 from models import export
 from runs import die, killed
-from trainers import base, checkpoints, publish
+from trainers import checkpoints, publish
 
 ROOT = Path(__file__).parents[1]
-ENTRIES = 15  # seven captions, "", seven clips
+ENTRIES = TEXTS + CLIPS
 
 
 @pytest.fixture(scope="module", autouse=True)
 def libraries():
     with runs.libraries():
         yield
-
-
-def entries(cache: Path) -> dict[str, int]:
-    """Key -> time of change of every entry; each can be read."""
-    store = Cache(cache)
-    keys = store.keys()
-    assert all(store.get(key) for key in keys)
-    return {key: store._path(key).stat().st_mtime_ns for key in keys}
-
-
-def precompute(model, clips, cache, **changes):
-    return runs.run(model, clips, cache.parent / "run", stage="precompute", data__cache_dir=cache, **changes)
 
 
 @pytest.fixture
@@ -153,58 +143,53 @@ def unbroken(tiny_ltx, clips, tmp_path_factory):
     return root.parent, runs.trained(made), [row["loss"] for row in runs.metrics(root)]
 
 
-def before_call(of, name: str, count: int):
-    """Dies at the `count`-th call of of.name instead of making it."""
-    replace_call(of, name, count, lambda call, *arguments: die())
-
-
-def after_call(of, name: str, count: int):
-    def act(call, *arguments, **keywords):
-        call(*arguments, **keywords)
-        die()
-
-    replace_call(of, name, count, act)
-
-
-def replace_call(of, name: str, count: int, act):
-    call, calls = getattr(of, name), []
-
-    def counting(*arguments, **keywords):
-        calls.append(name)
-        return act(call, *arguments, **keywords) if len(calls) == count else call(*arguments, **keywords)
-
-    setattr(of, name, counting)
-
-
-def half_a_file(call, value, file):
-    """torch.save that is cut off in the middle."""
-    call(value, file)
+def half_a_file(call, content, file):
+    """A write that is cut off in the middle."""
+    call(content, file)
     os.truncate(file, os.path.getsize(file) // 2)
     die()
 
 
-# What happens in the process before it trains, and the newest checkpoint that is whole after its death. The second
-# checkpoint is being made, if nothing else is said; calls are counted accordingly.
+def instead(call, *arguments, **keywords):
+    die()
+
+
+def after(call, *arguments, **keywords):
+    call(*arguments, **keywords)
+    die()
+
+
+# Where it dies: (module, function, how), at the first call with this text in an argument; and the newest checkpoint
+# that is whole afterwards.
 DEATHS = {
-    "save_state begins": (lambda: before_call(base.checkpoints, "keep_trainable_only", 1), None),
-    "trainable weights written": (lambda: before_call(torch, "save", 3), 2),
-    "optimizer half written": (lambda: replace_call(torch, "save", 3, half_a_file), 2),
-    "random states half written": (lambda: replace_call(torch, "save", 4, half_a_file), 2),
-    "state written, no export": (lambda: before_call(export, "save_lora", 2), 2),
-    "export written": (lambda: after_call(export, "save_lora", 2), 2),
-    "export verified": (lambda: after_call(export, "verify_lora", 2), 2),
-    "list of files not renamed": (lambda: before_call(os, "replace", 2), 2),
-    "list of files written": (lambda: after_call(checkpoints, "write_json", 2), 2),
-    "before the rename": (lambda: before_call(Path, "rename", 2), 2),
-    "after the rename": (lambda: after_call(Path, "rename", 2), 4),
-    "at the last checkpoint, before the rename": (lambda: before_call(Path, "rename", 3), 4),
-    "before publishing": (lambda: before_call(publish, "publish", 1), 6),
-    "one file published": (lambda: after_call(publish, "link_or_copy", 1), 6),
+    "in the very first checkpoint": (torch, "save", half_a_file, ".checkpoint-2.partial/state/optimizer.bin", None),
+    "trainable half written": (safetensors.torch, "save_file", half_a_file, "4.partial/state/trainable.safetensors", 2),
+    "trainable written": (safetensors.torch, "save_file", after, "4.partial/state/trainable.safetensors", 2),
+    "optimizer half written": (torch, "save", half_a_file, "4.partial/state/optimizer.bin", 2),
+    "random states half written": (torch, "save", half_a_file, "4.partial/state/random_states_0.pkl", 2),
+    "no export yet": (export, "save_lora", instead, ".checkpoint-4.partial", 2),
+    "export written": (export, "save_lora", after, ".checkpoint-4.partial", 2),
+    "export verified": (export, "verify_lora", after, ".checkpoint-4.partial", 2),
+    "list of files not renamed": (os, "replace", instead, ".checkpoint-4.partial/state/trainer_state.json", 2),
+    "list of files written": (checkpoints, "write_json", after, ".checkpoint-4.partial", 2),
+    "before the rename": (Path, "rename", instead, ".checkpoint-4.partial", 2),
+    "after the rename": (Path, "rename", after, ".checkpoint-4.partial", 4),
+    "before the last rename": (Path, "rename", instead, ".checkpoint-6.partial", 4),
+    "before publishing": (publish, "publish", instead, "checkpoint-6", 6),
+    "one file published": (publish, "link_or_copy", after, "checkpoint-6", 6),
 }
 
 
 def die_in_training(death: str, model, clips, root: Path) -> None:
-    DEATHS[death][0]()
+    of, name, how, where, _ = DEATHS[death]
+    call = getattr(of, name)
+
+    def watched(*arguments, **keywords):
+        if any(where in str(argument) for argument in arguments if isinstance(argument, str | Path)):
+            return how(call, *arguments, **keywords)
+        return call(*arguments, **keywords)
+
+    setattr(of, name, watched)
     train(model, clips, root)
 
 
@@ -213,7 +198,7 @@ def test_killed_while_it_saves_it_goes_on_from_the_last_whole_checkpoint(death, 
     folder, weights, losses = unbroken
     root = folder / death.replace(" ", "-")
     killed(die_in_training, death, tiny_ltx, clips, root)
-    step = DEATHS[death][1]
+    step = DEATHS[death][-1]
     found, _ = checkpoints.find("latest", root)
     assert found == (root / f"checkpoint-{step}" if step else None)
     for whole in checkpoints.numbered(root):

@@ -5,7 +5,6 @@ import os
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -162,8 +161,9 @@ class Trainer(ABC):
         self.validation = Validation(self, launch.on_main(accelerator, self.read_prompts))
         with accelerator.main_process_first():  # hashing weights is memoised: once per machine
             self.encoders = Encoders(self, self.plan, self.validation.texts())
-            missing = self.encoders.missing() if c.data.precompute == "disk" else {}
-        resume, saved = self.find_checkpoint()
+            resume, saved = self.find_checkpoint()
+            fetched = c.stage != "plan" or Path(c.model).exists()  # the plan alone is not worth a download of weights
+            missing = self.encoders.missing() if c.data.precompute == "disk" and fetched else {}
         self.say(plan.report(self.plan, self, missing, self.global_batch))
         if c.stage == "plan":
             return
@@ -180,19 +180,19 @@ class Trainer(ABC):
         c, resume, notes = self.config, None, []
         if c.checkpoint.resume:
             resume, notes = checkpoints.find(c.checkpoint.resume, self.output_dir)
-        self.say(*notes)
         saved = checkpoints.read_state(resume) if resume else {}
         own = c.train.batch_size * c.train.gradient_accumulation_steps * self.world
         self.global_batch = saved.get("global_batch", own)
         self.accumulation = checkpoints.accumulation(c.train, self.world, self.global_batch)
         if self.accumulation != c.train.gradient_accumulation_steps:
-            self.say(f"keeping the checkpoint's global batch, {self.global_batch}: accumulation is {self.accumulation}")
+            notes.append(f"keeping the checkpoint's global batch {self.global_batch}: accumulation {self.accumulation}")
         self.accelerator.gradient_accumulation_steps = self.accumulation
         self.schedule = Schedule(self.plan.sizes, self.global_batch, c.train.seed)
         self.steps = self.plan.steps(c.train, self.global_batch)
         if resume:
             checkpoints.compare(resume, saved["facts"], self.facts())
-            self.say(*checkpoints.changes(resume, saved["context"], self.context()))
+            notes += checkpoints.changes(resume, saved["context"], self.context())
+        self.say(*notes)
         return resume, saved
 
     def train(self, resume: Path | None, saved: dict) -> None:
@@ -422,20 +422,12 @@ class Trainer(ABC):
         call, image_call = (self.pretrained.type_named(self.sample_class(k)).__call__ for k in ({}, {"image": True}))
         return read_prompts(c.validation.prompts, call, self.plan.most_used, c, image_call, *self.size_rules())
 
-    @cached_property
-    def vae(self):
-        """The VAE for decoding samples; whoever uses it parks it on the CPU afterwards."""
-        return self.pretrained.component("vae")
-
-    def pipeline(self, prompt):
-        """A pipeline that samples `prompt`: the live network, a fresh scheduler, the VAE, no text encoder."""
-        return self.sampling_pipeline(prompt, self.network)
-
-    def sampling_pipeline(self, prompt, network):
-        p = self.pretrained
-        memory.tile_vae(self.vae, self.config.memory.vae_tiling, prompt.num_frames, prompt.height, prompt.width)
-        kind = p.type_named(self.sample_class({"image": prompt.image} if prompt.image else {}))
-        return p.assemble(kind, transformer=network, scheduler=p.component("scheduler"), vae=self.vae)
+    def pipeline(self, prompt, network=None):
+        """A pipeline that samples `prompt`: the live network (or `network`), a fresh scheduler, VAE, no text encoder."""
+        name = self.sample_class({"image": prompt.image} if prompt.image else {})
+        pipe = self.pretrained.sampler(name, self.network if network is None else network)
+        memory.tile_vae(pipe.vae, self.config.memory.vae_tiling, prompt.num_frames, prompt.height, prompt.width)
+        return pipe
 
     # -- small things -------------------------------------------------------------------------------------------------
 
@@ -444,8 +436,7 @@ class Trainer(ABC):
         return self.accelerator.num_processes
 
     def say(self, *lines: str) -> None:
-        for line in lines:
-            self.accelerator.print(line, flush=True)
+        self.accelerator.print(*lines, sep="\n", end="\n" if lines else "", flush=True)
 
     def on_signal(self, number: int, frame) -> None:
         """In the loop: stop at the next step boundary. Elsewhere, or the second time: at once."""

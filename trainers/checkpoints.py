@@ -85,7 +85,10 @@ def save(accelerator, root: Path, step: int, write_export: Callable[[Path], None
 
 
 def prune(root: Path, keep: int, keep_exports: int | None) -> None:
-    """Deletes the resume state beyond the newest `keep` checkpoints, the exports beyond `keep_exports` (None: none)."""
+    """Deletes the resume state beyond the newest `keep` checkpoints, the exports beyond `keep_exports`
+    (None: none). Also what killed runs left half-written."""
+    for left in root.glob(".checkpoint-*.partial"):
+        shutil.rmtree(left)
     folders = numbered(root)
     for age, folder in enumerate(folders):
         if keep_exports is not None and age >= max(keep, keep_exports):

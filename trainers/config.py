@@ -316,6 +316,16 @@ class Config:
                 "precision.storage fp8 keeps frozen weights only and needs method lora: with method full use none",
             ),
             (
+                precision.storage == "fp8" and lora.type == "dora",
+                "precision.storage fp8 with lora.type dora: DoRA computes with the stored weights themselves, which fp8 "
+                "cannot do; use lora.type lora or precision.storage none",
+            ),
+            (
+                precision.storage == "fp8" and self.memory.compile != "none",
+                "precision.storage fp8 with memory.compile: compiled code keeps weights for the backward pass that are "
+                "cast back to fp8 before it; use one of the two",
+            ),
+            (
                 precision.trainable == "bf16" and self.optimizer.name not in ROUNDS_STOCHASTICALLY,
                 "precision.trainable bf16 needs an optimizer that rounds stochastically: use fp32, or optimizer.name "
                 + " or ".join(ROUNDS_STOCHASTICALLY),

@@ -72,6 +72,17 @@ class Pretrained:
         c = self.config
         return load.load(self.root(name), name, self.dtype(name), **self.source(name), variant=c.model_variant)
 
+    @cached_property
+    def vae(self):
+        """The VAE that decodes samples; whoever uses it parks it on the CPU afterwards."""
+        return self.component("vae")
+
+    def sampler(self, name: str, network):
+        """The pipeline class `name` with this network, a fresh scheduler and the VAE; it has no text encoder."""
+        return self.assemble(
+            self.type_named(name), transformer=network, scheduler=self.component("scheduler"), vae=self.vae
+        )
+
     def fingerprint(self, names: tuple[str, ...]) -> str:
         """SHA-256 over the files of the named components, remembered in cache_dir."""
         c = self.config

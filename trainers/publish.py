@@ -103,7 +103,7 @@ def sample(trainer) -> None:
             net = kind.from_pretrained(trainer.output_dir / "transformer", torch_dtype=trainer.dtype)
         else:
             net = trainer.pretrained.component("transformer")
-        pipe = trainer.sampling_pipeline(prompt, net.to(trainer.device).eval())
+        pipe = trainer.pipeline(prompt, net.to(trainer.device).eval())
         if trainer.config.method == "lora":
             load_adapter(pipe, trainer.output_dir)
         return pipe
