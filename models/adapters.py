@@ -106,6 +106,18 @@ def trainable(net: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in net.named_parameters() if p.requires_grad}
 
 
+def require_gradients(net: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    """Raises AdapterError naming those of `parameters` (all that train) that the backward pass did not reach."""
+    if all(p.grad is not None for p in parameters):
+        return
+    named = trainable(net)
+    missed = [own_name(name) for name, p in named.items() if p.grad is None]
+    raise AdapterError(
+        f"{len(missed)} of {len(named)} trained parameters got no gradient and would never change, such as "
+        f"{missed[0]}: leave them out of what trains, or set memory.checkpointing: none"
+    )
+
+
 def cast_trainable(net: nn.Module, dtype: torch.dtype) -> None:
     """Gives every trainable parameter this dtype, in place: an optimizer that already holds them keeps them."""
     for parameter in trainable(net).values():

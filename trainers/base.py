@@ -3,10 +3,8 @@
 import math
 import os
 import signal
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,8 +12,9 @@ from torch import Tensor
 from data.batches import MicroBatches, Schedule, collate
 from data.video import HashMemo
 from models import adapters, export, memory, precision
-from trainers import checkpoints, launch, objectives, optimizers, plan, publish
+from trainers import checkpoints, launch, optimizers, plan, publish
 from trainers.config import Config
+from trainers.contract import Contract
 from trainers.objectives import Batch
 from trainers.parsing import read_options, to_yaml
 from trainers.precompute import Encoders, to_device
@@ -28,106 +27,8 @@ from trainers.validation import Validation, read_prompts
 TIME_LIMIT = 1  # why a rank wants to stop: this, or the number of a signal
 
 
-class Trainer(ABC):
-    """Fine-tunes one video model. A subclass names its classes and answers four questions.
-
-    Letters: B batch, C channels, F H W frames and pixels, c f h w latent sizes, L tokens, D width.
-    `Batch` is a dict of tensors, every value [B, ...]; the base adds `fps` [B], which stays on the CPU.
-    """
-
-    Config: ClassVar[type[Config]] = Config
-    pipeline_classes: ClassVar[tuple[str, ...]]
-    """diffusers pipeline classes whose folders this trainer takes, by name; the folder's own is used."""
-    transformer_class: ClassVar[str]
-    lora_targets: ClassVar[list[str]]
-    frame_rule: ClassVar[tuple[int, int]]
-    """(a, b): a clip may have a * k + b frames."""
-    side_rule: ClassVar[int]
-    """Height and width are multiples of this."""
-    half_precision: ClassVar[tuple[str, ...]] = ("bf16",)
-    """16-bit formats that the published weights were trained for."""
-    pretrained_caption_technique: ClassVar[str] = "empty"
-    trims: ClassVar[dict[str, str]] = {}
-    """Sequence -> mask, for text whose masked rows the model ignores: stored and batched without them."""
-    comfy_renames: ClassVar[dict[str, str]] = {}
-    sample_defaults: ClassVar[dict] = {}
-
-    # -- the four questions -------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def encode_video(self, pipe, pixels: Tensor) -> Batch:
-        """Pixels [B, 3, F, H, W] in [-1, 1] to cached tensors [B, ...]. Deterministic; needs no VAE later."""
-
-    @abstractmethod
-    def encode_text(self, pipe, captions: list[str], images=None) -> Batch:
-        """Captions to cached tensors [B, ...] by the call that inference makes. Deterministic; also asked for [""]."""
-
-    @abstractmethod
-    def drop_captions(self, batch: Batch) -> Batch:
-        """The batch with some rows made unconditional, per sample. Runs at every step on cached tensors."""
-
-    @abstractmethod
-    def loss(self, batch: Batch) -> Tensor:
-        """Per-sample loss [B] float32 of self.model. The only place that draws noise and time and calls the network."""
-
-    # -- what a subclass may also say ---------------------------------------------------------------------------------
-
-    def size_rules(self) -> tuple[tuple[int, int], int]:
-        """(frame_rule, side_rule) of this very model folder."""
-        return self.frame_rule, self.side_rule
-
-    def tokens(self, frames: int, height: int, width: int) -> int:
-        """Video tokens of one sample, for logs and prices."""
-        (a, b), side = self.size_rules()
-        return ((frames - b) // a + 1) * (height // side) * (width // side)
-
-    def text_facts(self) -> dict:
-        """Settings besides weights and code that change what encode_text returns: they belong to the cache key."""
-        return {}
-
-    def noise_shift(self, tokens: int) -> float:
-        """The model's own shift of noise levels for a sample of so many tokens (noise.shift: null)."""
-        return 1.0
-
-    def sample_class(self, call: dict) -> str:
-        """The pipeline class that samples with these keywords."""
-        return self.pretrained.pipeline_name
-
-    @abstractmethod
-    def sample(self, pipe, text: Batch, negative: Batch, **call):
-        """Frames [F, H, W, 3] float in [0, 1]: one call of the pipeline with encoded prompts [1, ...]."""
-
-    # -- randomness: a function of (seed, step, slot, name) -----------------------------------------------------------
-
-    def normal(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Standard normal numbers [B, ...] float32 on the compute device; each row has its own generator."""
-        device = self.device
-        draws = [torch.randn(shape[1:], generator=self.generator(s, name, device), device=device) for s in self.slots]
-        return torch.stack(draws)
-
-    def uniform(self, name: str) -> Tensor:
-        """Uniform numbers [B] float32 in [0, 1) on the CPU, where looking at them costs no sync."""
-        return torch.stack([torch.rand((), generator=self.generator(s, name, "cpu")) for s in self.slots])
-
-    def generator(self, slot: int, name: str, device) -> torch.Generator:
-        return torch.Generator(device).manual_seed(seed_of(self.config.train.seed, self.step, slot, name))
-
-    # -- shared parts of a loss ---------------------------------------------------------------------------------------
-
-    def noise_levels(self, tokens: int) -> Tensor:
-        """Noise levels [B] on the CPU with the density of the noise options, shifted as the model wants it."""
-        n = self.config.noise
-        shift = self.noise_shift(tokens) if n.shift is None else n.shift
-        kind = dict(kind=n.density, mean=n.mean, std=n.std, mode_scale=n.mode_scale, shift=shift)
-        return objectives.noise_levels(self.uniform("noise_level"), n.min, n.max, **kind)
-
-    def reduce(self, prediction: Tensor, target: Tensor, sigma_B: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Weighted loss of each sample [B]; `mask` is True where it counts."""
-        o = self.config.loss
-        loss = objectives.loss_per_sample(prediction, target, mask, o.type, o.huber_delta)
-        if o.weighting == "none":
-            return loss
-        return loss * objectives.level_weight(sigma_B, o.weighting).to(loss.device)
+class Trainer(Contract):
+    """Fine-tunes one video model; `Contract` says what a subclass answers."""
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
@@ -229,6 +130,7 @@ class Trainer(ABC):
                     self.settle()
                     if self.pulse.stop:  # the ranks agreed with the last step: this one is not taken
                         break
+                    adapters.require_gradients(self.network, self.parameters)
                     norm = accelerator.clip_grad_norm_(self.parameters, c.optimizer.max_grad_norm or math.inf)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
@@ -423,7 +325,7 @@ class Trainer(ABC):
         return read_prompts(c.validation.prompts, call, self.plan.most_used, c, image_call, *self.size_rules())
 
     def pipeline(self, prompt, network=None):
-        """A pipeline that samples `prompt`: the live network (or `network`), a fresh scheduler, VAE, no text encoder."""
+        """A pipeline that samples `prompt`: live network (or `network`), fresh scheduler, VAE, no text encoder."""
         name = self.sample_class({"image": prompt.image} if prompt.image else {})
         pipe = self.pretrained.sampler(name, self.network if network is None else network)
         memory.tile_vae(pipe.vae, self.config.memory.vae_tiling, prompt.num_frames, prompt.height, prompt.width)

@@ -317,8 +317,8 @@ class Config:
             ),
             (
                 precision.storage == "fp8" and lora.type == "dora",
-                "precision.storage fp8 with lora.type dora: DoRA computes with the stored weights themselves, which fp8 "
-                "cannot do; use lora.type lora or precision.storage none",
+                "precision.storage fp8 with lora.type dora: DoRA computes with the stored weights themselves, which "
+                "fp8 cannot do; use lora.type lora or precision.storage none",
             ),
             (
                 precision.storage == "fp8" and self.memory.compile != "none",
