@@ -85,10 +85,13 @@ class FakeTrainer:
         parts = {"vae": self.whole.vae, "transformer": self.whole.transformer, "scheduler": scheduler}
         return getattr(diffusers, name)(**parts, text_encoder=None, tokenizer=None)
 
-    def text_rows(self, caption: str) -> dict:
+    def prompt_rows(self, prompt) -> tuple[dict, dict]:
         assert not torch.is_grad_enabled()
-        text, mask = self.whole.encode_prompt([caption], do_classifier_free_guidance=False)[:2]
-        return {"text": text, "text_mask": mask.bool()}
+        found = []
+        for caption in (prompt.prompt, prompt.negative_prompt):
+            text, mask = self.whole.encode_prompt([caption], do_classifier_free_guidance=False)[:2]
+            found.append({"text": text, "text_mask": mask.bool()})
+        return tuple(found)
 
     def sample(self, pipe, text, negative, **call):
         assert not any(m.training for m in pipe.transformer.modules())
@@ -119,7 +122,7 @@ def test_samples_are_files_of_the_size_asked_for(tiny_ltx, tmp_path, capsys):
     ]
     trainer = FakeTrainer(tiny_ltx, tmp_path / "run")
     validation = Validation(trainer, prompts)
-    assert validation.texts() == ["a dog", "blurry", ""]
+    assert [p.negative_prompt for p in validation.prompts] == ["blurry", "blurry", ""]
     assert validation.run(7) == 0
     folder = tmp_path / "run" / "samples" / "step-000007"
     samples = validation.results(7)

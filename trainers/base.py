@@ -13,7 +13,7 @@ from data.batches import MicroBatches, Schedule, collate
 from data.video import HashMemo
 from models import adapters, export, memory, precision
 from trainers import checkpoints, launch, optimizers, plan, publish
-from trainers.config import Config
+from trainers.config import Config, refuse
 from trainers.contract import Contract
 from trainers.objectives import Batch
 from trainers.parsing import read_options, to_yaml
@@ -42,9 +42,9 @@ class Trainer(Contract):
             raise SystemExit(f"error: {error}") from None
 
     def __init__(self, config: Config):
-        precision.check(config, self.half_precision)
         self.config, self.output_dir = config, Path(config.output_dir)
         self.pretrained = Pretrained(config, self.pipeline_classes)
+        precision.check(config, self.half_precision)
         self.accelerator = launch.accelerator(config)
         self.device, self.dtype = self.accelerator.device, precision.DTYPES[config.precision.weights]
         self.step, self.slots = 0, []
@@ -58,10 +58,11 @@ class Trainer(Contract):
             signal.signal(number, self.on_signal)
         check_trackers(c.report_to, self.output_dir)
         checkpoints.refuse_leftovers(c, self.output_dir)
+        refuse(self.unfit())
         self.plan = launch.on_main(accelerator, self.make_plan)
         self.validation = Validation(self, launch.on_main(accelerator, self.read_prompts))
         with accelerator.main_process_first():  # hashing weights is memoised: once per machine
-            self.encoders = Encoders(self, self.plan, self.validation.texts())
+            self.encoders = Encoders(self, self.plan, self.validation.prompts)
             resume, saved = self.find_checkpoint()
             fetched = c.stage != "plan" or Path(c.model).exists()  # the plan alone is not worth a download of weights
             missing = self.encoders.missing() if c.data.precompute == "disk" and fetched else {}
@@ -107,7 +108,8 @@ class Trainer(Contract):
         elif c.overwrite and self.accelerator.is_main_process:
             checkpoints.clear(self.output_dir)
         self.accelerator.wait_for_everyone()
-        self.unconditional = to_device(self.text_rows(""), self.device)
+        if not self.sees_image:
+            self.unconditional = to_device(collate([self.encoders.text(plan.Text(""))]), self.device)
         self.tracker = Tracker(self.accelerator, c, self.steps, self.step)
         try:
             self.fit()
@@ -312,22 +314,25 @@ class Trainer(Contract):
 
     # -- for validation -----------------------------------------------------------------------------------------------
 
-    def text_rows(self, caption: str) -> Batch:
-        """The encoded caption as a batch of one, on the CPU."""
-        return collate([self.encoders.text(caption)])
+    def prompt_rows(self, prompt) -> tuple[Batch, Batch]:
+        """The encoded prompt and negative prompt as batches of one, on the CPU."""
+        text, negative = (collate([self.encoders.text(text)]) for text in self.encoders.prompt_texts(prompt))
+        return text, negative
 
     def read_prompts(self) -> list:
         """The prompts to sample; needs diffusers only if there are any."""
         c = self.config
         if not c.validation.prompts:
             return []
+        self.pretrained.scheduler(c.validation.scheduler)  # an unknown one is told now
         call, image_call = (self.pretrained.type_named(self.sample_class(k)).__call__ for k in ({}, {"image": True}))
         return read_prompts(c.validation.prompts, call, self.plan.most_used, c, image_call, *self.size_rules())
 
     def pipeline(self, prompt, network=None):
         """A pipeline that samples `prompt`: live network (or `network`), fresh scheduler, VAE, no text encoder."""
         name = self.sample_class({"image": prompt.image} if prompt.image else {})
-        pipe = self.pretrained.sampler(name, self.network if network is None else network)
+        scheduler = self.config.validation.scheduler or self.sample_scheduler
+        pipe = self.pretrained.sampler(name, self.network if network is None else network, scheduler)
         memory.tile_vae(pipe.vae, self.config.memory.vae_tiling, prompt.num_frames, prompt.height, prompt.width)
         return pipe
 
@@ -350,4 +355,5 @@ class Trainer(Contract):
         print(f"{signal.Signals(number).name}: saving at the next step boundary", flush=True)
 
     def make_plan(self) -> plan.Plan:
-        return plan.make(self.config, *self.size_rules(), HashMemo(self.config.cache_dir / "clips.json"))
+        memo = HashMemo(self.config.cache_dir / "clips.json")
+        return plan.make(self.config, *self.size_rules(), self.refuse_bucket, memo)

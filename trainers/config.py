@@ -189,6 +189,8 @@ class ValidationOptions:
     """Sample before the first step too, for comparison."""
     num_inference_steps: Count | None = None
     """Denoising steps per sample; null means the pipeline's own default."""
+    scheduler: str | None = None
+    """diffusers scheduler class to sample with, such as UniPCMultistepScheduler; null means the model's own."""
     from_export: bool = False
     """Sample once more from the exported files in a fresh pipeline, as a user would."""
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from trainers import objectives
 from trainers.config import Config
 from trainers.objectives import Batch
+from trainers.plan import Picture, Text
 from trainers.pretrained import Pretrained
 from trainers.pulse import seed_of
 
@@ -29,7 +30,7 @@ class Contract(ABC):
     model: torch.nn.Module
     """The network as it is called in training."""
     unconditional: Batch
-    """The encoding of "", [1, ...]."""
+    """The encoding of "", [1, ...]; absent where `sees_image`."""
     step: int
     slots: list[int]
     """Places of this micro-batch's rows in the global batch."""
@@ -48,6 +49,11 @@ class Contract(ABC):
     """Sequence -> mask, for text whose masked rows the model ignores: stored and batched without them."""
     comfy_renames: ClassVar[dict[str, str]] = {}
     sample_defaults: ClassVar[dict] = {}
+    """Keywords of the pipeline's call that this model is really sampled with, where the call's own defaults are not."""
+    sample_scheduler: str | None = None
+    """diffusers scheduler class that this model is really sampled with, where its folder names another."""
+    sees_image: bool = False
+    """Whether the text encoder sees the first frame: then the unconditional row is per clip, see `texts`."""
 
     # -- the four questions -------------------------------------------------------------------------------------------
 
@@ -56,8 +62,11 @@ class Contract(ABC):
         """Pixels [B, 3, F, H, W] in [-1, 1] to cached tensors [B, ...]. Deterministic; needs no VAE later."""
 
     @abstractmethod
-    def encode_text(self, pipe, captions: list[str], images=None) -> Batch:
-        """Captions to cached tensors [B, ...] by the call that inference makes. Deterministic; also asked for [""]."""
+    def encode_text(self, pipe, captions: list[str], images: list | None = None) -> Batch:
+        """Captions to cached tensors [B, ...] by the call that inference makes. Deterministic; also asked for [""].
+
+        `images`: a PIL image for each caption where `sees_image`, else None.
+        """
 
     @abstractmethod
     def drop_captions(self, batch: Batch) -> Batch:
@@ -72,6 +81,18 @@ class Contract(ABC):
     def size_rules(self) -> tuple[tuple[int, int], int]:
         """(frame_rule, side_rule) of this very model folder."""
         return self.frame_rule, self.side_rule
+
+    def refuse_bucket(self, frames: int, height: int, width: int) -> str | None:
+        """Why this model cannot train at a size that its size_rules allow; None when it can."""
+        return None
+
+    def unfit(self) -> list[str]:
+        """Options that do not fit the very model folder; told before anything loads."""
+        return []
+
+    def texts(self, caption: str, picture: Picture) -> dict[str, Text]:
+        """Prefix of batch keys -> what is encoded as text for a sample. `picture`: its first frame."""
+        return {"": Text(caption)}
 
     def tokens(self, frames: int, height: int, width: int) -> int:
         """Video tokens of one sample, for logs and prices."""

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -33,6 +34,29 @@ class Sample:
     """SHA-256 of the file."""
     where: str
     """The list and line it was named in."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Frame `start` of a file at a size: what a text encoder sees beside a caption. No path: black."""
+
+    path: str = ""
+    content: str = ""
+    """SHA-256 of the file."""
+    start: int = 0
+    height: int = 64
+    width: int = 64
+
+
+BLACK = Picture()
+
+
+@dataclass(frozen=True)
+class Text:
+    """What is encoded as text: a caption, and the picture beside it for models whose text encoder sees one."""
+
+    caption: str
+    picture: Picture | None = None
 
 
 @dataclass
@@ -70,12 +94,15 @@ class Plan:
         return DEFAULT_STEPS if train.steps is None else train.steps
 
 
-def make(config: Config, frame_rule: tuple[int, int], side_rule: int, memo: HashMemo) -> Plan:
+def make(config: Config, frame_rule: tuple[int, int], side_rule: int, refuse_bucket: Callable, memo: HashMemo) -> Plan:
     """Reads the sources, probes every file and gives it a bucket. Raises PlanError listing all that is wrong."""
     try:
         check_buckets(config.data.buckets, frame_rule, side_rule)
     except ValueError as error:
         raise PlanError(f"data.buckets: {error}") from None
+    refused = [refuse_bucket(b.frames, b.height, b.width) for b in config.data.buckets]
+    if any(refused):
+        raise PlanError("data.buckets: " + "; ".join(reason for reason in refused if reason))
     rows, problems = [], []
     for source in config.data.train:
         found, wrong = read_source(source)

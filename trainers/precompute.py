@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader
 
 from data.batches import collate
 from data.cache import Cache, entry_key
-from data.video import read_frames, to_pixels
+from data.video import content_sha256, read_frames, to_pixels
 from models import memory
 from models.precision import DTYPES
 from trainers.objectives import Batch
-from trainers.plan import PlanError, Sample
+from trainers.plan import BLACK, Picture, PlanError, Sample, Text
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,11 @@ def code_digest(function: Callable) -> str:
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
 
 
-def text_key(facts: dict, caption: str) -> str:
-    """The cache key of a caption encoded under `facts` (encoder weights, settings, code)."""
-    return entry_key(kind="text", caption=caption, **facts)
+def text_key(facts: dict, text: Text) -> str:
+    """The cache key of a text encoded under `facts` (encoder weights, settings, code)."""
+    seen = text.picture
+    picture = {"picture": [seen.content, seen.start, seen.height, seen.width]} if seen else {}
+    return entry_key(kind="text", caption=text.caption, **picture, **facts)
 
 
 def video_key(facts: dict, content: str, start: int, bucket: str) -> str:
@@ -136,11 +138,14 @@ class CachedRows:
     """Reads one sample of a bucket from the cache. Small and picklable: loader workers hold a copy."""
 
     cache: Cache
-    entries: dict[str, list[tuple[str, str, float]]]  # bucket -> (video key, text key, fps)
+    entries: dict[str, list[tuple[str, dict[str, str], float]]]  # bucket -> (video key, prefix -> text key, fps)
 
     def __call__(self, bucket: str, index: int) -> Batch:
-        video, text, fps = self.entries[bucket][index]
-        return self.cache.get(video) | self.cache.get(text) | {"fps": torch.tensor(fps, dtype=torch.float32)}
+        video, texts, fps = self.entries[bucket][index]
+        row = self.cache.get(video) | {"fps": torch.tensor(fps, dtype=torch.float32)}
+        for prefix, key in texts.items():
+            row |= {prefix + name: tensor for name, tensor in self.cache.get(key).items()}
+        return row
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,16 @@ class RawRows:
         return {"pixels": frames_of(sample), "fps": torch.tensor(sample.fps, dtype=torch.float32)}
 
 
+def image_of(picture: Picture):
+    """The picture as a PIL image, cut as clips are."""
+    from PIL import Image
+
+    if not picture.path:
+        return Image.new("RGB", (picture.width, picture.height))
+    frame = read_frames(Path(picture.path), picture.start, 1, picture.height, picture.width)[:, 0]
+    return Image.fromarray(frame.permute(1, 2, 0).numpy())
+
+
 def frames_of(sample: Sample) -> Tensor:
     """The uint8 frames [3, F, H, W] that a sample trains on."""
     frames, height, width = map(int, sample.bucket.split("x"))
@@ -163,10 +178,13 @@ def frames_of(sample: Sample) -> Tensor:
 class Encoders:
     """The encoders of a run: what keys their encodings, which are missing, and who makes them when."""
 
-    def __init__(self, trainer, plan, texts: Iterable[str]):
-        """`texts`: captions besides the samples' own, such as "" and the validation prompts."""
+    def __init__(self, trainer, plan, prompts: Iterable):
+        """`prompts`: the validation prompts, whose texts are encoded too."""
         self.trainer, self.plan, self.config = trainer, plan, trainer.config
-        self.texts = list(dict.fromkeys(["", *texts, *(s.caption for s in plan.samples)]))
+        texts = [] if trainer.sees_image else [Text("")]
+        texts += [text for prompt in prompts for text in self.prompt_texts(prompt)]
+        texts += [text for sample in plan.samples for text in self.sample_texts(sample).values()]
+        self.texts = list(dict.fromkeys(texts))
         self.cache = Cache(self.config.cache_dir)
         self.pipes: dict[str, object] = {}
         self.text = lru_cache(maxsize=1024)(self.read_text)
@@ -200,11 +218,23 @@ class Encoders:
         return self.facts("video")
 
     def text_items(self) -> list[Item]:
-        return [Item(text_key(self.text_facts, t), f"caption {t[:80]!r}", t) for t in self.texts]
+        return [Item(text_key(self.text_facts, t), f"caption {t.caption[:80]!r}", t) for t in self.texts]
 
     def video_items(self) -> list[Item]:
         items = (Item(self.video_key(s), f"{s.path} at {s.bucket}", s, s.bucket) for s in self.plan.samples)
         return unique(items)
+
+    def sample_texts(self, sample: Sample) -> dict[str, Text]:
+        """Prefix -> what is encoded as text for a sample."""
+        _, height, width = map(int, sample.bucket.split("x"))
+        return self.trainer.texts(sample.caption, Picture(sample.path, sample.content, sample.start, height, width))
+
+    def prompt_texts(self, prompt) -> tuple[Text, Text]:
+        """The prompt and its negative as text. Pipelines whose text sees an image show the negative a black one."""
+        if not self.trainer.sees_image:
+            return Text(prompt.prompt), Text(prompt.negative_prompt)
+        picture = Picture(str(prompt.image), content_sha256(prompt.image), 0, prompt.height, prompt.width)
+        return Text(prompt.prompt, picture), Text(prompt.negative_prompt, BLACK)
 
     def video_key(self, sample: Sample) -> str:
         tiles = memory.tiling_facts(self.config.memory.vae_tiling, *map(int, sample.bucket.split("x")))
@@ -273,8 +303,9 @@ class Encoders:
             torch.cuda.empty_cache()
 
     @torch.no_grad()
-    def encode_texts(self, captions: list[str]) -> list[Batch]:
-        return self.rows(self.trainer.encode_text(self.pipe("text"), captions))
+    def encode_texts(self, texts: list[Text]) -> list[Batch]:
+        images = [image_of(text.picture) for text in texts] if self.trainer.sees_image else None
+        return self.rows(self.trainer.encode_text(self.pipe("text"), [text.caption for text in texts], images))
 
     @torch.no_grad()
     def encode_pixels(self, frames: list[Tensor]) -> list[Batch]:
@@ -290,18 +321,21 @@ class Encoders:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def read_text(self, caption: str) -> Batch:
-        """One encoded caption, without batch dimension: from the cache, or encoded now (data.precompute: off)."""
+    def read_text(self, text: Text) -> Batch:
+        """One encoded text, without batch dimension: from the cache, or encoded now (data.precompute: off)."""
         if self.config.data.precompute == "disk":
-            return self.cache.get(text_key(self.text_facts, caption))
-        return self.encode_texts([caption])[0]
+            return self.cache.get(text_key(self.text_facts, text))
+        return self.encode_texts([text])[0]
 
     def reader(self) -> "CachedRows | RawRows":
         """What loader workers call for one sample of a bucket."""
         groups = {b: [self.plan.samples[i] for i in at] for b, at in self.plan.buckets.items()}
         if self.config.data.precompute == "off":
             return RawRows(groups)
-        keys = {s: (self.video_key(s), text_key(self.text_facts, s.caption), s.fps) for s in self.plan.samples}
+        keys = {}
+        for s in self.plan.samples:
+            texts = {prefix: text_key(self.text_facts, text) for prefix, text in self.sample_texts(s).items()}
+            keys[s] = (self.video_key(s), texts, s.fps)
         return CachedRows(self.cache, {b: [keys[s] for s in samples] for b, samples in groups.items()})
 
     def loader(self, dataset, order: range) -> DataLoader:
@@ -323,5 +357,7 @@ class Encoders:
         size, frames = self.config.data.encode_batch_size, list(batch["pixels"])
         video = [row for i in range(0, len(frames), size) for row in self.encode_pixels(frames[i : i + size])]
         samples = [self.plan.samples[self.plan.buckets[bucket][i]] for i in picks]
-        text = [self.text(s.caption) for s in samples]
-        return collate([v | t for v, t in zip(video, text, strict=True)]) | {"fps": batch["fps"]}
+        for row, sample in zip(video, samples, strict=True):
+            for prefix, text in self.sample_texts(sample).items():
+                row |= {prefix + key: tensor for key, tensor in self.text(text).items()}
+        return collate(video) | {"fps": batch["fps"]}

@@ -1,5 +1,6 @@
 """The published pipeline that a run starts from: where its parts are, what they are, loading them one at a time."""
 
+import difflib
 import inspect
 from functools import cached_property
 from pathlib import Path
@@ -77,11 +78,23 @@ class Pretrained:
         """The VAE that decodes samples; whoever uses it parks it on the CPU afterwards."""
         return self.component("vae")
 
-    def sampler(self, name: str, network):
+    def sampler(self, name: str, network, scheduler: str | None = None):
         """The pipeline class `name` with this network, a fresh scheduler and the VAE; it has no text encoder."""
-        return self.assemble(
-            self.type_named(name), transformer=network, scheduler=self.component("scheduler"), vae=self.vae
-        )
+        parts = {"transformer": network, "scheduler": self.scheduler(scheduler), "vae": self.vae}
+        return self.assemble(self.type_named(name), **parts)
+
+    def scheduler(self, name: str | None):
+        """A fresh scheduler: the folder's own, or the class `name` with the folder's settings."""
+        own = self.component("scheduler")
+        if name is None:
+            return own
+        import diffusers
+
+        kind = getattr(diffusers, name, None)
+        if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
+            near = difflib.get_close_matches(name, [c.__name__ for c in own.compatibles] or dir(diffusers), 3, 0.3)
+            raise load.ModelError(f"validation.scheduler {name}: no such diffusers scheduler; near: {', '.join(near)}")
+        return kind.from_config(own.config)
 
     def fingerprint(self, names: tuple[str, ...]) -> str:
         """SHA-256 over the files of the named components, remembered in cache_dir."""

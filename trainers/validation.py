@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from data.video import write_video
-from trainers.prompts import Prompt, PromptError, load_image, read_prompts
+from data.video import read_frames, write_video
+from trainers.prompts import Prompt, PromptError, read_prompts
 
 __all__ = ["Prompt", "PromptError", "Sample", "Validation", "read_prompts"]
 
@@ -44,9 +44,9 @@ class Sample:
 class Validation:
     """Samples every prompt when it is due.
 
-    Of the trainer it uses: config (output_dir, validation), accelerator, sample_defaults, text_rows(caption) -> Batch
-    [1, ...], pipeline(prompt) -> diffusers pipeline of the live network, a fresh scheduler and the VAE, and
-    sample(pipe, text, negative, **call) -> frames [F, H, W, 3], uint8 or float in [0, 1].
+    Of the trainer it uses: config (output_dir, validation), accelerator, sample_defaults, prompt_rows(prompt) -> two
+    batches [1, ...] (text, negative), pipeline(prompt) -> diffusers pipeline of the live network, a fresh scheduler
+    and the VAE, and sample(pipe, text, negative, **call) -> frames [F, H, W, 3], uint8 or float in [0, 1].
     """
 
     def __init__(self, trainer, prompts: list[Prompt]):
@@ -59,10 +59,6 @@ class Validation:
         self.jobs = [(p, p.seed + k) for p in self.prompts for k in range(p.num_videos)]
         self.last_run: int | None = None
         self.facts: dict[bool, dict] = {}  # of the pipelines that sample with (True) and without an image
-
-    def texts(self) -> list[str]:
-        """Every prompt and negative prompt once: what must be encoded before the text encoder goes."""
-        return list(dict.fromkeys(text for p in self.prompts for text in (p.prompt, p.negative_prompt)))
 
     def due(self, step: int, last: bool = False) -> bool:
         """Whether to sample after optimizer step `step` (0: before the first); never twice for one step."""
@@ -166,8 +162,7 @@ class Validation:
         begun = time.monotonic()
         modules = [m for m in pipe.components.values() if isinstance(m, nn.Module)]
         with evaluating(modules), visiting(pipe.vae, device), torch.no_grad():  # the network has its own autocast
-            texts = [trainer.text_rows(text) for text in (prompt.prompt, prompt.negative_prompt)]
-            text, negative = ({k: v.to(device) for k, v in rows.items()} for rows in texts)
+            text, negative = ({k: v.to(device) for k, v in rows.items()} for rows in trainer.prompt_rows(prompt))
             # On the CPU, so that a seed means the same video on every kind of device.
             frames = trainer.sample(pipe, text, negative, **call, generator=torch.Generator("cpu").manual_seed(seed))
         frames = as_uint8(frames)
@@ -177,10 +172,11 @@ class Validation:
         print(f"validation: {file} ({time.monotonic() - begun:.1f} s)", flush=True)
 
     def _first_frame(self, prompt: Prompt):
-        """The image cut to the sample's aspect ratio, as clips are; the pipeline alone would stretch it."""
-        from PIL import Image, ImageOps
+        """The image cut to the sample's size, as clips are; the pipeline alone would stretch it."""
+        from PIL import Image
 
-        return ImageOps.fit(load_image(prompt.image), (prompt.width, prompt.height), Image.Resampling.LANCZOS)
+        frame = read_frames(Path(prompt.image), 0, 1, prompt.height, prompt.width)[:, 0]
+        return Image.fromarray(frame.permute(1, 2, 0).numpy())
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:
