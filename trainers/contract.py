@@ -115,10 +115,23 @@ class Contract(ABC):
     def sample(self, pipe, text: Batch, negative: Batch, **call):
         """Frames [F, H, W, 3] float in [0, 1]: one call of the pipeline with encoded prompts [1, ...]."""
 
+    # -- how the conformance kit (trainers/check.py) lines the trainer up with its pipeline -----------------------------
+
+    def conditions(self) -> dict[str, float]:
+        """Kinds of sampling ("text", "image") -> the value of every coin under which `loss` conditions in that way."""
+        return {"text": 1.0}
+
+    def level_of(self, scheduler, i: int) -> float:
+        """The noise level, as `noise_levels` would draw it, of the pipeline's i-th denoising step."""
+        return float(scheduler.sigmas[i])
+
     # -- randomness: a function of (seed, step, slot, name) -----------------------------------------------------------
 
     def normal(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Standard normal numbers [B, ...] float32 on the compute device; each row has its own generator."""
+        """Standard normal numbers [B, ...] float32 on the compute device; each row has its own generator.
+
+        The noise that diffusion adds is named "noise".
+        """
         device = self.device
         draws = [torch.randn(shape[1:], generator=self.generator(s, name, device), device=device) for s in self.slots]
         return torch.stack(draws)

@@ -156,6 +156,9 @@ class LTXTrainer(Trainer):
         )
         return {"num_frames": f, "height": h, "width": w, "rope_interpolation_scale": (scale, space, space)}
 
+    def conditions(self) -> dict[str, float]:
+        return {"text": 1.0, "image": 0.0}
+
     def sample_class(self, call: dict) -> str:
         """LTXPipeline has no image keyword; its image-to-video twin shares every component."""
         return "LTXImageToVideoPipeline" if "image" in call and not self.conditions else self.pretrained.pipeline_name

@@ -94,7 +94,12 @@ class Pretrained:
         if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
             near = difflib.get_close_matches(name, [c.__name__ for c in own.compatibles] or dir(diffusers), 3, 0.3)
             raise load.ModelError(f"validation.scheduler {name}: no such diffusers scheduler; near: {', '.join(near)}")
-        return kind.from_config(own.config)
+        try:
+            return kind.from_config(own.config)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise load.ModelError(
+                f"validation.scheduler {name} does not fit this model's scheduler: {error}"
+            ) from error
 
     def fingerprint(self, names: tuple[str, ...]) -> str:
         """SHA-256 over the files of the named components, remembered in cache_dir."""
