@@ -115,7 +115,7 @@ class Contract(ABC):
     def sample(self, pipe, text: Batch, negative: Batch, **call):
         """Frames [F, H, W, 3] float in [0, 1]: one call of the pipeline with encoded prompts [1, ...]."""
 
-    # -- how the conformance kit (trainers/check.py) lines the trainer up with its pipeline -----------------------------
+    # -- how the conformance kit (trainers/check.py) lines the trainer up with its pipeline ---------------------------
 
     def conditions(self) -> dict[str, float]:
         """Kinds of sampling ("text", "image") -> the value of every coin under which `loss` conditions in that way."""

@@ -54,7 +54,7 @@ class LTXTrainer(Trainer):
     # -- what the folder says ---------------------------------------------------------------------------------------
 
     @property
-    def conditions(self) -> bool:
+    def causal(self) -> bool:
         """True for the 0.9.5+ family."""
         return self.pretrained.pipeline_name == "LTXConditionPipeline"
 
@@ -75,7 +75,7 @@ class LTXTrainer(Trainer):
 
     @property
     def text_length(self) -> int:
-        return self.config.max_sequence_length or (256 if self.conditions else 128)
+        return self.config.max_sequence_length or (256 if self.causal else 128)
 
     # -- the four answers -------------------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class LTXTrainer(Trainer):
             torch.arange(f * h * w) < h * w
         )  # [B, S], on the CPU like every coin: no sync to look
         any_given = bool(first.any())
-        level = sigma[:, None].where(~given, 0.0) if any_given else (sigma[:, None] if self.conditions else sigma)
+        level = sigma[:, None].where(~given, 0.0) if any_given else (sigma[:, None] if self.causal else sigma)
         level, given = level.to(x0.device), given.to(x0.device)
 
         noisy = ob.flow(x0, noise, sigma.to(x0.device))
@@ -144,7 +144,7 @@ class LTXTrainer(Trainer):
     def coordinates(self, fps_B: Tensor, f: int, h: int, w: int, device) -> dict:
         """The keywords that tell the transformer where its tokens are, at each clip's own frame rate."""
         time, space = self.compression
-        if self.conditions:
+        if self.causal:
             pipe = self.pretrained.pipeline_type
             ids = pipe._prepare_video_ids(len(fps_B), f, h, w, device=device)
             coords = pipe._scale_video_ids(ids, space, time, 0, device).float()
@@ -161,7 +161,7 @@ class LTXTrainer(Trainer):
 
     def sample_class(self, call: dict) -> str:
         """LTXPipeline has no image keyword; its image-to-video twin shares every component."""
-        return "LTXImageToVideoPipeline" if "image" in call and not self.conditions else self.pretrained.pipeline_name
+        return "LTXImageToVideoPipeline" if "image" in call and not self.causal else self.pretrained.pipeline_name
 
     def sample(self, pipe, text: Batch, negative: Batch, **call):
         """Frames [F, H, W, 3] float in [0, 1] of one prompt. `text`, `negative`: rows [1, L, ...] of encode_text."""
