@@ -157,8 +157,13 @@ def _check_head(path: Path) -> None:
 
 
 @contextmanager
-def _open_video(path: Path, thread_type: str = "AUTO"):
-    """The container and its main video stream: the largest, single pictures and cover art last."""
+def _open_video(path: Path):
+    """The container and its main video stream: the largest, single pictures and cover art last.
+
+    Decoding stays in the calling thread. A codec thread that logs while PyAV closes the codec waits for the interpreter
+    lock, which the closing thread holds: a deadlock wherever anyone called av.logging.set_level. One thread also
+    fails at the same frame every time. Work on several files at once to use several cores.
+    """
     try:
         container = av.open(f"file:{path}")  # the prefix keeps ':' and '%' in a name from meaning anything
     except av.FFmpegError as error:
@@ -171,9 +176,7 @@ def _open_video(path: Path, thread_type: str = "AUTO"):
         if not streams:
             raise UnreadableClip(path, "no video stream that can be decoded: remove it, or export it as H.264")
         stream = max(streams, key=lambda s: (s.frames != 1, s.width * s.height))
-        stream.thread_type = thread_type
-        if thread_type == "SLICE":
-            stream.thread_count = 1
+        stream.thread_count = 1
         yield container, stream
 
 
@@ -200,9 +203,6 @@ def _probe(path: Path) -> Probe:
         rgb, notes = _still(path)
         return Probe(1, *rgb.shape[1:], STILL_FPS, "image", tuple(notes))
     found = _scan(path)
-    if found.damage:
-        # Frames under way in other threads are lost when one fails; one thread gives the same count everywhere.
-        found = _scan(path, "SLICE")
     if found.damage or found.first is None:
         raise UnreadableClip(path, f"{found.damage or 'no frame decodes'}; cut short or corrupt: export it again")
     height, width = _display_size(found.first, found.pixel_aspect)
@@ -218,10 +218,10 @@ class _Scan:
     damage: str | None
 
 
-def _scan(path: Path, thread_type: str = "AUTO") -> _Scan:
+def _scan(path: Path) -> _Scan:
     """Decode everything and compare it with what the header promises."""
     times, first, damage = [], None, None
-    with _open_video(path, thread_type) as (container, stream):
+    with _open_video(path) as (container, stream):
         promised, seconds = _promise(container, stream)
         try:
             for packet in container.demux(stream):

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import runs
 from trainers.ltx import LTXTrainer
+from trainers.plan import Text
 
 FRAME = 6  # tokens of one latent frame at 64x96
 
@@ -309,6 +310,10 @@ def test_activation_checkpointing_gives_the_same_gradients(family, mixed, cache,
 # -- captions ----------------------------------------------------------------------------------------------------------
 
 
+def encoded(made: Watched, caption: str) -> dict:
+    return made.encoders.text(Text(caption))
+
+
 def rows_of(fed: dict):
     return zip(fed["encoder_hidden_states"], fed["encoder_attention_mask"], strict=True)
 
@@ -317,8 +322,8 @@ def rows_of(fed: dict):
 def test_caption_dropout_of_one_feeds_exactly_the_unconditional_rows(family, mixed, cache, tmp_path, precompute):
     options = MIXED | {"data__cache_dir": cache, "data__caption_dropout": 1.0, "train__batch_size": 2}
     made = watch(family, mixed, tmp_path / "run", **options, data__precompute=precompute)
-    expected = made.encoders.text("")
-    assert made.encoders.text("a dog 0")["text"].shape != expected["text"].shape
+    expected = encoded(made, "")
+    assert encoded(made, "a dog 0")["text"].shape != expected["text"].shape
     length = len(expected["text"])
     for text, mask in (row for fed in made.fed for row in rows_of(fed)):
         assert torch.equal(text[:length], expected["text"]) and torch.equal(mask[:length], expected["text_mask"])
@@ -343,7 +348,7 @@ def test_caption_dropout_of_zero_is_the_identity(tiny_ltx, mixed, cache, tmp_pat
     assert made.records == zero.records
     for fed, (_, bucket, picks) in zip(made.fed, made.picked, strict=True):
         for (text, mask), pick in zip(rows_of(fed), picks, strict=True):
-            own = made.encoders.text(made.plan.samples[made.plan.buckets[bucket][pick]].caption)
+            own = encoded(made, made.plan.samples[made.plan.buckets[bucket][pick]].caption)
             length = len(own["text"])
             assert torch.equal(text[:length], own["text"]) and not text[length:].any()
             assert mask.sum() == own["text_mask"].sum() and torch.equal(mask[:length], own["text_mask"])
@@ -412,7 +417,9 @@ def test_first_frame_given_never(family, mixed, cache, tmp_path):
     options = MIXED | {"data__cache_dir": cache, "first_frame_p": 0.0, "train__batch_size": 2}
     made = watch(family, mixed, tmp_path / "run", **options)
     for fed in made.fed:
-        assert fed["timestep"].shape == ((2, 1) if made.conditions else (2,))  # as the family's own pipeline has it
+        assert fed["timestep"].shape == (
+            (2, 1) if family.name == "ltx-condition" else (2,)
+        )  # as the family's own pipeline has it
         assert (fed["timestep"] > 0).all()
         mean, logvar = fed["moments"].float().chunk(2, 1)
         made.step, made.slots = fed["step"], [0, 1]

@@ -221,6 +221,15 @@ def test_where_timestamps_stop_proving_it_decoding_goes_on_from_the_start(tmp_pa
     assert [index_of(frames[:, i]) for i in range(5)] == [9, 10, 11, 12, 13]
 
 
+def test_decoding_stays_in_the_calling_thread(tmp_path):
+    """More threads can deadlock with PyAV's logging when a window ends before the clip does."""
+    import data.video as video
+
+    with video._open_video(clip(tmp_path / "a.mp4", 9)) as (container, stream):
+        next(container.decode(stream))
+        assert stream.codec_context.thread_count == 1
+
+
 def _counting(opened, decoded):
     from contextlib import contextmanager
 
@@ -479,6 +488,18 @@ def test_concealed_damage_is_found_though_all_frames_decode(tmp_path):
         read_frames(path, 0, 25, 64, 96)
     with pytest.raises(UnreadableClip, match="frame 18 is damaged"):
         read_frames(path, 15, 9, 64, 96)
+
+
+def test_half_a_last_frame_is_found(tmp_path):
+    path = clip(tmp_path / "a.mov", 9, codec="qtrle", pix="rgb24", mux={"movflags": "faststart"})
+    with av.open(str(path)) as container:
+        last = [p for p in container.demux(video=0) if p.size][-1]
+        end = last.pos + last.size // 2
+    path.write_bytes(path.read_bytes()[:end])
+    with av.open(str(path)) as container:
+        assert sum(1 for _ in container.decode(video=0)) == 9  # the lower half is that of the frame before
+    with pytest.raises(UnreadableClip, match="data ends or is damaged at frame 8"):
+        probe(path)
 
 
 def test_lost_packets_of_a_stream_without_counts(tmp_path):

@@ -271,7 +271,7 @@ class Trainer(Contract):
             self.say(*adapters.load_lora_into(net, c.lora.init_from, self.comfy_renames))
         precision.apply_storage(net, c.precision.storage, self.dtype)
         memory.checkpoint_blocks(net, c.memory.checkpointing)
-        memory.compile_blocks(net, c.memory.compile, c.memory.compile_backend)
+        memory.compile_blocks(net, c.memory.compile, c.memory.compile_backend, self.repeated_blocks)
         net.train()
         self.network, trainable = net, adapters.trainable(net)
         self.parameters = list(trainable.values())
@@ -326,7 +326,8 @@ class Trainer(Contract):
             return []
         self.pretrained.scheduler(c.validation.scheduler)  # an unknown one is told now
         call, image_call = (self.pretrained.type_named(self.sample_class(k)).__call__ for k in ({}, {"image": True}))
-        return read_prompts(c.validation.prompts, call, self.plan.most_used, c, image_call, *self.size_rules())
+        rules = (*self.size_rules(), self.refuse_bucket)
+        return read_prompts(c.validation.prompts, call, self.plan.most_used, c, image_call, *rules)
 
     def pipeline(self, prompt, network=None):
         """A pipeline that samples `prompt`: live network (or `network`), fresh scheduler, VAE, no text encoder."""

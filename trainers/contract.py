@@ -37,6 +37,8 @@ class Contract(ABC):
     pipeline_classes: ClassVar[tuple[str, ...]]
     """diffusers pipeline classes whose folders this trainer takes, by name; the folder's own is used."""
     transformer_class: ClassVar[str]
+    tiny: ClassVar[tuple[str, ...]] = ()
+    """Its pipelines in models/tiny.py."""
     lora_targets: ClassVar[list[str]]
     frame_rule: ClassVar[tuple[int, int]]
     """(a, b): a clip may have a * k + b frames."""
@@ -47,6 +49,8 @@ class Contract(ABC):
     pretrained_caption_technique: ClassVar[str] = "empty"
     trims: ClassVar[dict[str, str]] = {}
     """Sequence -> mask, for text whose masked rows the model ignores: stored and batched without them."""
+    repeated_blocks: ClassVar[list[str]] = []
+    """Class names of the blocks that memory.compile compiles, where the network does not declare them itself."""
     comfy_renames: ClassVar[dict[str, str]] = {}
     sample_defaults: ClassVar[dict] = {}
     """Keywords of the pipeline's call that this model is really sampled with, where the call's own defaults are not."""
@@ -103,6 +107,10 @@ class Contract(ABC):
         """Settings besides weights and code that change what encode_text returns: they belong to the cache key."""
         return {}
 
+    def video_facts(self) -> dict:
+        """The same for encode_video."""
+        return {}
+
     def noise_shift(self, tokens: int) -> float:
         """The model's own shift of noise levels for a sample of so many tokens (noise.shift: null)."""
         return 1.0
@@ -120,6 +128,15 @@ class Contract(ABC):
     def conditions(self) -> dict[str, float]:
         """Kinds of sampling ("text", "image") -> the value of every coin under which `loss` conditions in that way."""
         return {"text": 1.0}
+
+    def oracle_call(self) -> dict:
+        """Keywords with which the pipeline's call conditions exactly as training does, such as no noise on images."""
+        return {}
+
+    def example_size(self) -> tuple[int, int, int]:
+        """A small (frames, height, width) that this model can train at."""
+        (a, b), side = self.size_rules()
+        return 2 * a + b, 2 * side, 3 * side
 
     def level_of(self, scheduler, i: int) -> float:
         """The noise level, as `noise_levels` would draw it, of the pipeline's i-th denoising step."""

@@ -79,6 +79,12 @@ def contradictions(config: Config) -> list[str]:
             f"accelerate is launched with gradient_accumulation_steps {asked}, but "
             f"train.gradient_accumulation_steps is {own}: remove it there, or change the option"
         )
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if backend.lower() != "no":
+        found.append(
+            f"accelerate is launched with dynamo_backend {backend.lower()}, but memory.compile is "
+            f"{config.memory.compile}: set dynamo_backend to no there; memory.compile: blocks compiles"
+        )
     for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
             found.append(

@@ -42,6 +42,7 @@ class LTXTrainer(Trainer):
     config: LTXConfig
     pipeline_classes = ("LTXPipeline", "LTXImageToVideoPipeline", "LTXConditionPipeline")
     transformer_class = "LTXVideoTransformer3DModel"
+    tiny = ("ltx", "ltx-condition")
     lora_targets = ["to_q", "to_k", "to_v", "to_out.0"]
     frame_rule, side_rule = (8, 1), 32
     half_precision = ("bf16",)
@@ -158,6 +159,9 @@ class LTXTrainer(Trainer):
 
     def conditions(self) -> dict[str, float]:
         return {"text": 1.0, "image": 0.0}
+
+    def oracle_call(self) -> dict:
+        return {"image_cond_noise_scale": 0.0} if self.causal else {}
 
     def sample_class(self, call: dict) -> str:
         """LTXPipeline has no image keyword; its image-to-video twin shares every component."""

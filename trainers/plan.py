@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from data.buckets import Bucket, assign, check_buckets
+from data.buckets import Bucket, assign, check_buckets, kept_share
 from data.sources import read_source
 from data.video import HashMemo, UnreadableClip, content_sha256, probe
 from trainers import objectives
 from trainers.config import DEFAULT_STEPS, Config
+
+
+KEPT_AT_LEAST = 0.6  # share of a picture that its bucket keeps, below which the plan says so
 
 
 class PlanError(ValueError):
@@ -66,6 +69,8 @@ class Plan:
     """Bucket -> indices into samples, an index as often as its source's repeats say."""
     left_out: list[str] = field(default_factory=list)
     """Clips that are not trained on, each with its reason."""
+    notes: list[str] = field(default_factory=list)
+    """What is done to clips that their owner may not expect."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -129,6 +134,9 @@ def make(config: Config, frame_rule: tuple[int, int], side_rule: int, refuse_buc
         if isinstance(bucket, str):
             plan.left_out.append(f"{row.path}: {bucket} [{row.where}]")
             continue
+        kept = kept_share(clip, bucket)
+        cropped = [f"only {kept:.0%} of the picture fits {bucket}"] if kept < KEPT_AT_LEAST else []
+        plan.notes += [f"{row.path}: {note}" for note in (*clip.notes, *cropped)]
         at = plan.buckets.setdefault(str(bucket), [])
         at += [len(plan.samples)] * row.repeats
         plan.samples.append(Sample(str(row.path), row.caption, str(bucket), 0, clip.fps, content, row.where))
@@ -157,7 +165,7 @@ def report(plan: Plan, trainer, missing: dict[str, tuple[int, int]], global_batc
         if len(at) < global_batch:
             every = math.ceil(global_batch / len(at))
             lines.append(f"  fewer samples than a global batch of {global_batch}: served about once in {every} epochs")
-    lines += left_out(plan.left_out)
+    lines += listed("left out", plan.left_out) + listed("notes", plan.notes)
     lines.append(
         f"global batch {global_batch} = {c.train.batch_size} x {global_batch // c.train.batch_size // trainer.world} "
         f"accumulation x {trainer.world} processes; {plan.total / global_batch:.1f} steps per epoch; "
@@ -175,12 +183,12 @@ def report(plan: Plan, trainer, missing: dict[str, tuple[int, int]], global_batc
     return "\n".join(lines)
 
 
-def left_out(reasons: list[str]) -> list[str]:
-    """What is not trained on, named up to twenty, counted beyond."""
-    if not reasons:
+def listed(title: str, rows: list[str]) -> list[str]:
+    """The rows under a title with their count; named up to twenty."""
+    if not rows:
         return []
-    more = [f"  ... and {len(reasons) - 20} more"] if len(reasons) > 20 else []
-    return [f"left out: {len(reasons)}", *(f"  {reason}" for reason in reasons[:20]), *more]
+    more = [f"  ... and {len(rows) - 20} more"] if len(rows) > 20 else []
+    return [f"{title}: {len(rows)}", *(f"  {row}" for row in rows[:20]), *more]
 
 
 def histogram(noise, own_shift: float, width: int = 40) -> list[str]:

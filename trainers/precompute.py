@@ -195,7 +195,7 @@ class Encoders:
         """Everything besides the content that an encoding depends on."""
         trainer, pretrained = self.trainer, self.trainer.pretrained
         names = self.names(kind)
-        own = trainer.text_facts() if kind == "text" else {}
+        own = trainer.text_facts() if kind == "text" else trainer.video_facts()
         return {
             "pipeline": pretrained.pipeline_name,
             "weights": pretrained.fingerprint(names),

@@ -4,6 +4,7 @@ import difflib
 import inspect
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -62,6 +63,13 @@ class Pretrained:
         """The config of a component, its override's if it has one."""
         where = load.locate(self.folder, name, self.config.components.get(name), weights=False)
         return load.component_config(where.parent, where.name)
+
+    def settings(self, name: str) -> SimpleNamespace:
+        """The config of a diffusers component, with its class's defaults for the keys that an older file lacks."""
+        config = self.component_config(name)
+        parameters = inspect.signature(self.type_named(config["_class_name"]).__init__).parameters.values()
+        defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+        return SimpleNamespace(**(defaults | config))
 
     def dtype(self, name: str) -> torch.dtype:
         """The precision a component is loaded in: components.<name>.dtype, else precision.weights."""

@@ -73,13 +73,15 @@ def read_prompts(
     image_call: Callable | None = None,
     frame_rule: tuple[int, int] = (1, 0),
     side_rule: int = 1,
+    refuse_size: Callable[[int, int, int], str | None] | None = None,
 ) -> list[Prompt]:
     """The prompts of a .txt (one per line), .yaml, .yml or .json file, checked against the pipeline they are meant for.
 
     YAML is a list of texts or mappings, or {defaults: {...}, prompts: [...]}. `pipeline_call` is the `__call__` of the
     pipeline class, `image_call` that of the one for entries with an image (default: the same). A prompt without a size
     takes `default_bucket`, one without a seed config.train.seed. `frame_rule` (a, b): frames are a * k + b; height and
-    width are multiples of `side_rule`. Raises PromptError with every problem of the file.
+    width are multiples of `side_rule`; `refuse_size`(frames, height, width) may say why such a size is refused all the
+    same. Raises PromptError with every problem of the file.
     """
     path = Path(path)
     try:
@@ -103,10 +105,15 @@ def read_prompts(
         has_image = entry.get("image", (0, None))[1] is not None
         call = image_call if image_call and has_image else pipeline_call
         where = f"{path.name} line {line}"
-        values = _checked(entry, path, inspect.signature(call).parameters, problems)
+        parameters = inspect.signature(call).parameters
+        values = _checked(entry, path, parameters, problems)
+        if not has_image and "image" in parameters and parameters["image"].default is inspect.Parameter.empty:
+            problems.append(f"{where}: image is missing: this model's pipeline starts from a first frame")
         prompt = _prompt(values, where, index, default_bucket, config.train.seed, problems)
         if prompt:
             problems += _size_problems(prompt, where, frame_rule, side_rule)
+            if refuse_size and (reason := refuse_size(prompt.num_frames, prompt.height, prompt.width)):
+                problems.append(f"{where}: {reason}")
             prompts.append(prompt)
     if problems:
         unique = dict.fromkeys(problems)  # one in the defaults would be told for every entry
