@@ -7,6 +7,7 @@ keys, compression ratios, scheduler rules) and shrink everything else.
 import string
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -134,7 +135,87 @@ def ltx_condition(width: int = 32):
     )
 
 
-BUILDERS: dict[str, Callable] = {"ltx": ltx, "ltx-condition": ltx_condition}
+def _cog_vae(newer: bool):
+    from diffusers import AutoencoderKLCogVideoX
+
+    vae = AutoencoderKLCogVideoX(
+        down_block_types=("CogVideoXDownBlock3D",) * 4,  # three halvings: 8 x 8 pixels per latent, as the published one
+        up_block_types=("CogVideoXUpBlock3D",) * 4,
+        block_out_channels=(8,) * 4,
+        latent_channels=LATENT_CHANNELS,
+        layers_per_block=1,
+        norm_num_groups=2,
+        scaling_factor=0.7 if newer else 1.15258426,
+    ).eval()
+    with torch.no_grad():
+        vae.encoder.conv_out.conv.bias[LATENT_CHANNELS:] = -5.0  # the log-variances: a narrow posterior
+    return vae
+
+
+def cogvideox(width: int = 32, positions: str = "sincos", images: bool = False, patch_size_t: int | None = None):
+    """CogVideoX as its variants differ: `positions` sincos (2b), rotary (5b, 1.5) or rotary and learned (5b-I2V).
+
+    `images`: image-to-video. `patch_size_t` 2: version 1.5.
+    """
+    from diffusers import (
+        CogVideoXDDIMScheduler,
+        CogVideoXImageToVideoPipeline,
+        CogVideoXPipeline,
+        CogVideoXTransformer3DModel,
+    )
+
+    if width % 32:
+        raise ValueError(f"width {width} must be a multiple of 32: two heads whose size is a multiple of 16")
+    rotary, learned = positions != "sincos", positions == "learned"
+    transformer = CogVideoXTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=width // 2,
+        in_channels=LATENT_CHANNELS * (2 if images else 1),
+        out_channels=LATENT_CHANNELS,
+        time_embed_dim=16,
+        ofs_embed_dim=16 if images and patch_size_t else None,
+        text_embed_dim=TEXT_DIM,
+        num_layers=2,
+        # The published 1.0 is at home at 49x480x720, 1.5 at any size up to 2400 x 2400.
+        sample_frames=17,
+        sample_height=32 if patch_size_t else 4,
+        sample_width=32 if patch_size_t else 6,
+        patch_size_t=patch_size_t,
+        patch_bias=not patch_size_t,
+        use_rotary_positional_embeddings=rotary,
+        use_learned_positional_embeddings=learned,
+    ).eval()
+    if learned:
+        transformer.patch_embed.pos_embedding.normal_(std=0.2)  # it starts out as the sincos table of other variants
+    vae = _cog_vae(newer=rotary)
+    vae.register_to_config(invert_scale_latents=bool(patch_size_t))
+    scheduler = CogVideoXDDIMScheduler(
+        snr_shift_scale=1.0 if rotary else 3.0,
+        prediction_type="v_prediction",
+        rescale_betas_zero_snr=True,
+        clip_sample=False,
+        timestep_spacing="trailing",
+    )
+    tokenizer = t5_tokenizer()
+    pipeline = CogVideoXImageToVideoPipeline if images else CogVideoXPipeline
+    return pipeline(
+        tokenizer=tokenizer,
+        text_encoder=t5_encoder(len(tokenizer)),
+        vae=vae,
+        transformer=transformer,
+        scheduler=scheduler,
+    )
+
+
+BUILDERS: dict[str, Callable] = {
+    "ltx": ltx,
+    "ltx-condition": ltx_condition,
+    "cogvideox-2b": cogvideox,
+    "cogvideox-5b": partial(cogvideox, positions="rotary"),
+    "cogvideox-5b-i2v": partial(cogvideox, positions="learned", images=True),
+    "cogvideox-1.5": partial(cogvideox, positions="rotary", patch_size_t=2),
+    "cogvideox-1.5-i2v": partial(cogvideox, positions="rotary", images=True, patch_size_t=2),
+}
 
 
 def build(name: str, folder: str | Path, width: int = 32) -> Path:

@@ -226,6 +226,33 @@ def test_all_contradictions_are_told_at_once(monkeypatch, tiny_ltx, clips, tmp_p
     )
 
 
+def test_other_versions_are_named_with_both(monkeypatch, tiny_ltx, clips, tmp_path, capsys):
+    def absent(name):
+        raise launch.metadata.PackageNotFoundError(name)
+
+    installed = {"torch": "2.13.0+cpu", "diffusers": "0.43.1", "peft": "0.21.2", "av": "17.0"}
+    needs = [
+        "torch>=2.13,<3",
+        "diffusers<0.43,>=0.42.1",
+        "peft>=0.21.2,<0.22",
+        "av>=18,<19",
+        "tyro>=1",
+        'pytest<1; extra == "dev"',
+    ]
+    monkeypatch.setattr(launch.metadata, "requires", lambda name: {"reeltune": needs}[name])
+    monkeypatch.setattr(launch.metadata, "version", lambda name: installed.get(name) or absent(name))
+    found = launch.other_versions()
+    assert len(found) == 3
+    assert "diffusers 0.43.1 installed, wanted is " in found[0] and "0.42.1" in found[0]
+    assert "av 17.0 installed, wanted is " in found[1] and ">=18" in found[1]
+    assert "tyro not installed, wanted is >=1" in found[2]
+    runs.trainer(LTXTrainer, tiny_ltx, clips, tmp_path / "run")
+    assert "\n  ".join(["warning: not tested with these versions:", *found]) in capsys.readouterr().out
+
+    monkeypatch.setattr(launch.metadata, "requires", absent)
+    assert launch.other_versions() == []
+
+
 # -- the files in configs/ ----------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import metadata
 
 from data.cache import NonFinite
 from models.adapters import AdapterError
@@ -35,6 +36,8 @@ USER_ERRORS = (
 def accelerator(config: Config):
     """The Accelerator. Raises OptionError naming both values where the launcher's own config contradicts an option."""
     refuse(contradictions(config))
+    if os.environ.get("RANK", "0") == "0" and (other := other_versions()):
+        print("warning: not tested with these versions:", *other, sep="\n  ", flush=True)
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
@@ -57,6 +60,28 @@ def accelerator(config: Config):
             "ACCELERATE_USE_CPU=true in the environment"
         )
     return made
+
+
+def other_versions() -> list[str]:
+    """Installed packages outside the ranges that setup.py gives; none where this project itself is not installed."""
+    from packaging.requirements import Requirement
+
+    try:
+        wanted = [Requirement(line) for line in metadata.requires("reeltune") or ()]
+    except metadata.PackageNotFoundError:
+        return []
+    found = []
+    for r in wanted:
+        if r.marker and not r.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            have = metadata.version(r.name)
+        except metadata.PackageNotFoundError:
+            have = "not"
+        if have == "not" or not r.specifier.contains(have, prereleases=True):
+            remedy = f"pip install '{r.name}{r.specifier}'"
+            found.append(f"{r.name} {have} installed, wanted is {r.specifier}: {remedy}")
+    return found
 
 
 def mixed_precision(config: Config) -> str:

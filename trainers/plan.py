@@ -16,7 +16,6 @@ from data.video import HashMemo, UnreadableClip, content_sha256, probe
 from trainers import objectives
 from trainers.config import DEFAULT_STEPS, Config
 
-
 KEPT_AT_LEAST = 0.6  # share of a picture that its bucket keeps, below which the plan says so
 
 
