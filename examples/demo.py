@@ -7,26 +7,40 @@ save.
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+LAUNCH = ["--config_file", "configs/accelerate/one_gpu.yaml", "train_ltx.py", "--config", "examples/demo.yaml"]
 
 
 def main() -> None:
     sys.path.insert(0, str(ROOT))
+    os.environ |= {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}
+    os.chdir(ROOT)
+    begun = time.monotonic()
+    print("building a tiny LTX with random weights in runs/demo-model", flush=True)
+    from trainers.launch import quiet
+
+    quiet()
+    from transformers.utils import logging
+
     from models.tiny import build
 
-    build("ltx", ROOT / "runs" / "demo-model")
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no"]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "DIFFUSERS_VERBOSITY": "error"}
-    command = [*launch, "train_ltx.py", "--config", "examples/demo.yaml"]
-    print("running: HF_HUB_OFFLINE=1 ACCELERATE_USE_CPU=true accelerate launch", *command[3:], flush=True)
-    subprocess.run(command, cwd=ROOT, env=environment, check=True)
-    run = ROOT / "runs" / "demo"
-    print("\nsamples  ", *sorted((run / "samples").rglob("*.mp4")), sep="\n  ")
-    print("LoRA     ", *sorted(run.glob("*.safetensors")), sep="\n  ")
-    print("metrics  ", run / "metrics.jsonl", sep="\n  ")
+    logging.disable_progress_bar()
+    build("ltx", "runs/demo-model")
+    print("running: accelerate launch", *LAUNCH, "\n", flush=True)
+    result = subprocess.run([sys.executable, "-m", "accelerate.commands.launch", *LAUNCH])
+    if result.returncode:
+        raise SystemExit(result.returncode)
+    run = Path("runs/demo")
+    print(f"\nThe whole run took {time.monotonic() - begun:.0f} s. It left, in {ROOT}:")
+    for what, files in (
+        ("samples (before, in the middle, after)", sorted(run.glob("samples/*/*.mp4"))),
+        ("LoRA, for diffusers and for ComfyUI", sorted(run.glob("*.safetensors"))),
+        ("metrics", [run / "metrics.jsonl"]),
+    ):
+        print(f"  {what}:", *files, sep="\n    ")
 
 
 if __name__ == "__main__":

@@ -372,7 +372,12 @@ def _from_folder(kind: type, folder: Path, dtype: torch.dtype, variant: str | No
     saved = _read_json(folder / "config.json").get("_class_name", kind.__name__)
     if saved != kind.__name__:
         raise ModelError(f"{folder / 'config.json'}: this is a {saved}, and the pipeline needs a {kind.__name__}")
-    keyword = "torch_dtype" if kind.__module__.startswith("diffusers.") else "dtype"
+    keyword = "torch_dtype"
+    if kind.__module__.startswith("transformers."):
+        from transformers.utils import logging
+
+        keyword = "dtype"
+        logging.disable_progress_bar()  # one per rank, and it would run into ours
     module, report = kind.from_pretrained(
         folder,
         variant=weight_files(folder, variant)[1],

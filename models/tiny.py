@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from models import tiny_text
+
 TEXT_DIM = 32
 LATENT_CHANNELS = 16
 WORDS = [
@@ -135,7 +137,7 @@ def ltx_condition(width: int = 32):
     )
 
 
-def _cog_vae(newer: bool):
+def _cog_vae(scaling_factor: float, invert_scale_latents: bool):
     from diffusers import AutoencoderKLCogVideoX
 
     vae = AutoencoderKLCogVideoX(
@@ -145,7 +147,8 @@ def _cog_vae(newer: bool):
         latent_channels=LATENT_CHANNELS,
         layers_per_block=1,
         norm_num_groups=2,
-        scaling_factor=0.7 if newer else 1.15258426,
+        scaling_factor=scaling_factor,
+        invert_scale_latents=invert_scale_latents,
     ).eval()
     with torch.no_grad():
         vae.encoder.conv_out.conv.bias[LATENT_CHANNELS:] = -5.0  # the log-variances: a narrow posterior
@@ -187,8 +190,6 @@ def cogvideox(width: int = 32, positions: str = "sincos", images: bool = False, 
     ).eval()
     if learned:
         transformer.patch_embed.pos_embedding.normal_(std=0.2)  # it starts out as the sincos table of other variants
-    vae = _cog_vae(newer=rotary)
-    vae.register_to_config(invert_scale_latents=bool(patch_size_t))
     scheduler = CogVideoXDDIMScheduler(
         snr_shift_scale=1.0 if rotary else 3.0,
         prediction_type="v_prediction",
@@ -201,9 +202,57 @@ def cogvideox(width: int = 32, positions: str = "sincos", images: bool = False, 
     return pipeline(
         tokenizer=tokenizer,
         text_encoder=t5_encoder(len(tokenizer)),
-        vae=vae,
+        vae=_cog_vae(0.7 if rotary else 1.15258426, invert_scale_latents=bool(patch_size_t)),
         transformer=transformer,
         scheduler=scheduler,
+    )
+
+
+def hunyuan(width: int = 32, images: str | None = None):
+    """HunyuanVideo; `images`: the published image-to-video kinds, "token_replace" or "latent_concat"."""
+    from diffusers import (
+        AutoencoderKLHunyuanVideo,
+        FlowMatchEulerDiscreteScheduler,
+        HunyuanVideoImageToVideoPipeline,
+        HunyuanVideoPipeline,
+        HunyuanVideoTransformer3DModel,
+    )
+    from transformers import CLIPImageProcessor
+
+    if width % 8 or width < 16:
+        raise ValueError(f"width {width} must be a multiple of 8 from 16 upwards: two heads with three rotary axes")
+    head, side = width // 2, width // 2 * 3 // 16 * 2  # rotary sizes of the three axes are even and fill the head
+    concat, pooled_dim = images == "latent_concat", 8
+    transformer = HunyuanVideoTransformer3DModel(
+        in_channels=2 * LATENT_CHANNELS + 1 if concat else LATENT_CHANNELS,
+        out_channels=LATENT_CHANNELS,
+        num_attention_heads=2,
+        attention_head_dim=head,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        guidance_embeds=not concat,
+        text_embed_dim=TEXT_DIM,
+        pooled_projection_dim=pooled_dim,
+        rope_axes_dim=(head - 2 * side, side, side),
+        image_condition_type=images,
+    ).eval()
+    vae = AutoencoderKLHunyuanVideo(
+        latent_channels=LATENT_CHANNELS, block_out_channels=(8,) * 4, layers_per_block=1, norm_num_groups=4
+    ).eval()
+    with torch.no_grad():
+        vae.quant_conv.bias[LATENT_CHANNELS:] -= 5.0  # the log-variances: a narrow posterior, as a trained VAE has
+    tokenizer, tokenizer_2 = tiny_text.llama_tokenizer(), tiny_text.clip_tokenizer()
+    parts = {"image_processor": CLIPImageProcessor(size=336, crop_size=336)} if images else {}
+    return (HunyuanVideoImageToVideoPipeline if images else HunyuanVideoPipeline)(
+        tokenizer=tokenizer,
+        text_encoder=(tiny_text.llava if images else tiny_text.llama)(tokenizer, TEXT_DIM),
+        tokenizer_2=tokenizer_2,
+        text_encoder_2=tiny_text.clip(tokenizer_2, pooled_dim),
+        transformer=transformer,
+        vae=vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+        **parts,
     )
 
 
@@ -215,6 +264,9 @@ BUILDERS: dict[str, Callable] = {
     "cogvideox-5b-i2v": partial(cogvideox, positions="learned", images=True),
     "cogvideox-1.5": partial(cogvideox, positions="rotary", patch_size_t=2),
     "cogvideox-1.5-i2v": partial(cogvideox, positions="rotary", images=True, patch_size_t=2),
+    "hunyuan": hunyuan,
+    "hunyuan-i2v": partial(hunyuan, images="token_replace"),
+    "hunyuan-i2v-concat": partial(hunyuan, images="latent_concat"),
 }
 
 

@@ -69,6 +69,21 @@ class FixedRate(LTXTrainer):
         return super().coordinates(torch.full_like(fps_B, 25.0), *where)
 
 
+class OneFrameRope(LTXTrainer):
+    """Time scaled by 1 / fps in place of 8 / fps."""
+
+    def coordinates(self, fps_B, *where):
+        return super().coordinates(fps_B, *where) | {"rope_interpolation_scale": (1 / 30, 32, 32)}
+
+
+class NotCausal(LTXTrainer):
+    """0.9.5 coordinates without the shift that gives the first frame its own position."""
+
+    def coordinates(self, fps_B, f, h, w, device):
+        ids = self.pretrained.pipeline_type._prepare_video_ids(len(fps_B), f, h, w, device=device).float()
+        return {"video_coords": ids * torch.tensor([8 / 30, 32, 32])[None, :, None]}
+
+
 class NotNormalised(LTXTrainer):
     def encode_video(self, pipe, pixels):
         return {"moments": encode_moments(pipe.vae, pixels)}
@@ -135,6 +150,14 @@ FAULTS = {
     "noised input": ("ltx", fed(hidden_states=lambda x: x + 0.01), "oracle", "loss: noising"),
     "fixed frame rate": ("ltx", FixedRate, "oracle", "frames per second"),
     "fixed frame rate, 0.9.5": ("ltx-condition", FixedRate, "oracle", "frames per second"),
+    "rope of one frame": ("ltx", OneFrameRope, "oracle", "scale of the positions"),
+    "no causal shift": ("ltx-condition", NotCausal, "oracle", "causal shift"),
+    "given tokens as noisy as the rest": (
+        "ltx-condition",
+        fed(timestep=lambda t: t.amax(-1, keepdim=True).expand_as(t)),
+        "oracle",
+        "0 where tokens are given",
+    ),
     "no normalisation": ("ltx", NotNormalised, "oracle", "encode_video: normalisation"),
     "another text length": ("ltx", ShortText, "oracle", "encode_text"),
     "random encoding": ("ltx", RandomEncoding, "encoding", "encode_video"),

@@ -36,6 +36,7 @@ class Trainer(Contract):
     def main(cls, argv: list[str] | None = None, description: str | None = None) -> None:
         """Reads the options and runs; a user's mistake ends in one message and exit code 1 (2 for options)."""
         config = read_options(cls.Config, argv, description)
+        launch.quiet()
         try:
             cls(config).run()
         except launch.USER_ERRORS as error:

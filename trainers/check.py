@@ -25,7 +25,18 @@ from data.cache import Cache, entry_key
 from data.video import read_frames, to_pixels, write_video
 from trainers.base import Trainer
 from trainers.objectives import Batch
-from trainers.oracle import BLAME, Oracle, blame, decode, differences, initial_noise, means, same_text
+from trainers.oracle import (
+    BLAME,
+    Oracle,
+    blame,
+    decode,
+    differences,
+    holds_row,
+    initial_noise,
+    means,
+    others,
+    same_text,
+)
 from trainers.parsing import parse
 from trainers.plan import BLACK, Picture, Text
 from trainers.precompute import image_of, rows
@@ -96,12 +107,9 @@ class Kit:
 
     def pipeline(self):
         """The whole pipeline of the folder, as a user loads it."""
-        import diffusers
-
-        trainer = self.trainer("pipeline")
-        names = (*trainer.pretrained.text_components, "transformer", "vae", "scheduler")
-        parts = {name: trainer.pretrained.component(name) for name in names}
-        pipe = trainer.pretrained.assemble(getattr(diffusers, trainer.pretrained.pipeline_name), **parts)
+        pretrained = self.trainer("pipeline").pretrained
+        names = (*pretrained.text_components, "transformer", "vae", "scheduler")
+        pipe = pretrained.assemble(pretrained.pipeline_type, **{name: pretrained.component(name) for name in names})
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
@@ -109,12 +117,10 @@ class Kit:
     def text_rows(self, trainer: Trainer, pipe, captions: list[str]) -> list[Batch]:
         """Per caption its encoded rows under every prefix that the trainer's `texts` names."""
         picture = Picture("first", "", 0, *self.size[1:])
-        wanted = [trainer.texts(caption, picture) for caption in captions]
         out: list[Batch] = [{} for _ in captions]
-        for i, texts in enumerate(wanted):
-            for prefix, text in texts.items():
-                row = self.encode_text(trainer, pipe, text)
-                out[i] |= {prefix + key: tensor for key, tensor in row.items()}
+        for row, caption in zip(out, captions, strict=True):
+            for prefix, text in trainer.texts(caption, picture).items():
+                row |= {prefix + key: tensor for key, tensor in self.encode_text(trainer, pipe, text).items()}
         return out
 
     @torch.no_grad()
@@ -139,7 +145,7 @@ class Kit:
     def check_encoding(self) -> Iterator[Result]:
         """Encodings are deterministic, and come out of the cache as they went in."""
         trainer, pipe = self.trainer("encoding"), self.pipeline()
-        first, second = (self.batch(trainer, pipe) for _ in range(2))
+        first, second = self.batch(trainer, pipe), self.batch(trainer, pipe)
         unlike = [k for k in first if not torch.equal(first[k], second[k])]
         yield Result(
             "encoded twice, equal",
@@ -159,7 +165,7 @@ class Kit:
     def check_oracle(self) -> Iterator[Result]:
         """The pipeline and the trainer feed the network alike, and the trainer's target leads back to the clip."""
         for name, coin in self.trainer("oracle").conditions().items():
-            for size in (1, 2) if name == "text" else (1,):
+            for size in (1, 2):
                 yield from self.round_trip(name, coin, size)
 
     @torch.no_grad()
@@ -167,8 +173,9 @@ class Kit:
         trainer, pipe = self.trainer("oracle"), self.pipeline()
         call, image = dict(trainer.oracle_call()), {}
         if name == "image":
-            image = {"image": self.first_image()}
-            kind = trainer.pretrained.type_named(trainer.sample_class(image))
+            kind = trainer.pretrained.type_named(trainer.sample_class({"image": True}))
+            one = "conditions" in inspect.signature(kind.__call__).parameters  # reads a list as several conditions
+            image = {"image": self.first_image() if one else [self.first_image()] * size}
             pipe = pipe if isinstance(pipe, kind) else kind(**pipe.components)
             pipe.set_progress_bar_config(disable=True)
         with means():
@@ -193,7 +200,8 @@ class Kit:
             network.step = 0
             pipe.transformer.forward = network
             as_fed = oracle.noise_as_fed()
-            with initial_noise(pipe, oracle.noise, as_fed):
+            noises = (trainer.initial_noise(noise, oracle.batch) for noise in (oracle.noise, as_fed))
+            with initial_noise(pipe, *noises):
                 got = pipe(**call).frames
             decoded = decode(pipe, self.pixels[:size])
         label = f"{name}-to-video, batch of {size}"
@@ -248,7 +256,7 @@ class Kit:
 
     def check_dropout(self) -> Iterator[Result]:
         """Caption dropout 0 changes nothing, 1 leaves the unconditional row alone, p is a coin per sample."""
-        trainer, batch = self.built("dropout")
+        trainer, batch = self.built("dropout", data__caption_dropout=0.5)
         pipe = self.pipeline()
         plain = {k for k in self.text_rows(trainer, pipe, CAPTIONS[:1])[0] if "/" not in k}
         others(trainer, 1.0)
@@ -376,18 +384,9 @@ class Kit:
         trainer = self.trainer(name, **options)
         batch = self.batch(trainer, self.pipeline())
         trainer.build()
-        draw = torch.Generator().manual_seed(5)
-        for parameter in trainer.parameters:
-            parameter.data += 0.05 * torch.randn(parameter.shape, generator=draw)
+        for i, parameter in enumerate(trainer.parameters):
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
         return trainer, batch
-
-
-def holds_row(batched: Tensor, row: Tensor) -> bool:
-    """Whether every row of batched [B, ...] is `row`, zero-padded at the end if it is a longer sequence."""
-    if batched.ndim > 1 and batched.shape[1:] != row.shape:
-        length = min(batched.shape[1], len(row))
-        return not batched[:, length:].any() and bool((batched[:, :length] == row[:length]).all())
-    return bool((batched == row).all())
 
 
 def gradients(trainer: Trainer, batch: Batch) -> tuple[dict[str, Tensor | None], float]:
@@ -401,12 +400,6 @@ def gradients(trainer: Trainer, batch: Batch) -> tuple[dict[str, Tensor | None],
     loss = trainer.loss(dict(batch)).mean()
     loss.backward()
     return {name: p.grad for name, p in parameters.items()}, loss.item()
-
-
-def others(trainer: Trainer, value: float) -> None:
-    """Every coin but the one named caption comes up `value`."""
-    draw = trainer.uniform
-    trainer.uniform = lambda name: draw(name) if name == "caption" else torch.full((len(trainer.slots),), value)
 
 
 # -- all of it ----------------------------------------------------------------------------------------------------

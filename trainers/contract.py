@@ -133,6 +133,10 @@ class Contract(ABC):
         """Keywords with which the pipeline's call conditions exactly as training does, such as no noise on images."""
         return {}
 
+    def initial_noise(self, noise: Tensor, batch: Batch) -> Tensor:
+        """What the pipeline must draw for its loop to begin at `noise`: some pipelines mix the image in."""
+        return noise
+
     def example_size(self) -> tuple[int, int, int]:
         """A small (frames, height, width) that this model can train at."""
         (a, b), side = self.size_rules()

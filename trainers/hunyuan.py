@@ -211,6 +211,10 @@ class HunyuanVideoTrainer(Trainer):
     def conditions(self) -> dict[str, float]:
         return {"image": 1.0} if self.sees_image else {"text": 1.0}
 
+    def initial_noise(self, noise: Tensor, batch: Batch) -> Tensor:
+        """The image-to-video pipeline begins at 0.999 noise + 0.001 image."""
+        return (noise - 0.001 * batch["condition"]) / 0.999 if self.sees_image else noise
+
     @property
     def sample_defaults(self) -> dict:
         """Embedded guidance 6, of HunyuanVideo's and HunyuanVideo-I2V's sampling scripts."""

@@ -1,5 +1,6 @@
 """The Accelerator of a run, and what the launcher may and may not say against our options."""
 
+import logging
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -31,6 +32,21 @@ USER_ERRORS = (
     PromptError,
     TrackerError,
 )
+
+
+# Loggers that, when diffusers is imported, tell of optional kernels and of each other what no user can act on.
+TALKATIVE = (
+    "bitsandbytes.backends",
+    "diffusers.quantizers.torchao",
+    "torch.utils._pytree",
+    "torchao",
+)
+
+
+def quiet() -> None:
+    """Hushes the import-time notes of libraries, for scripts; their errors are still told."""
+    for name in TALKATIVE:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def accelerator(config: Config):

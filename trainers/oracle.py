@@ -38,7 +38,7 @@ class Oracle:
 
         def keep(prediction, target, level_B, mask=None):
             self.target, self.mask = target, torch.ones_like(target, dtype=torch.bool) if mask is None else mask
-            return reduce(prediction, target, level_B, mask)
+            return reduce(torch.zeros_like(target), target, level_B, mask)
 
         trainer.reduce = keep
 
@@ -153,3 +153,17 @@ def initial_noise(pipe, noise: Tensor, as_fed: Tensor) -> Iterator[None]:
         yield
     finally:
         module.randn_tensor = draw
+
+
+def holds_row(batched: Tensor, row: Tensor) -> bool:
+    """Whether every row of batched [B, ...] is `row`, zero-padded at the end if it is a longer sequence."""
+    if batched.ndim > 1 and batched.shape[1:] != row.shape:
+        length = min(batched.shape[1], len(row))
+        return not batched[:, length:].any() and bool((batched[:, :length] == row[:length]).all())
+    return bool((batched == row).all())
+
+
+def others(trainer: Contract, value: float) -> None:
+    """Every coin but the one named caption comes up `value`."""
+    draw = trainer.uniform
+    trainer.uniform = lambda name: draw(name) if name == "caption" else torch.full((len(trainer.slots),), value)

@@ -382,7 +382,9 @@ def document(config_class: type[Config], beyond: type[Config] | None = None) -> 
         section, _, leaf = name.rpartition(".")
         if name not in base or base[name].value != option.value:
             default = json.dumps(_plain(option.value), ensure_ascii=False)
-            cells = [f"`{name}`", _kind(option.hint), f"`{default}`", _help(option.owner)[leaf]]
+            why = _help(config_class).get(section, "")  # a model's reason to change the section
+            help_text = f"{_help(option.owner)[leaf]} {why}".strip()
+            cells = [f"`{name}`", _kind(option.hint), f"`{default}`", help_text]
             tables.setdefault(section, []).append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     head = ["| option | type | default | |", "|---|---|---|---|"]
     order = sorted(tables, key=bool)  # the options of no section first

@@ -267,6 +267,8 @@ class Encoders:
             if not accelerator.reduce(torch.tensor(len(waiting), device=accelerator.device), "sum").item():
                 break
             mine = waiting[accelerator.process_index :: accelerator.num_processes]
+            if mine:
+                self.pipe(kind)  # before the bar, whose time left is about the encoding alone
             with tqdm(
                 total=len(mine), desc=f"encoding {kind}", unit=kind, disable=not accelerator.is_main_process
             ) as bar:
@@ -289,6 +291,7 @@ class Encoders:
         """A pipeline that holds the text encoder, or the VAE, and nothing else; loaded at first use."""
         if kind not in self.pipes:
             pretrained = self.trainer.pretrained
+            self.trainer.say(f"loading {', '.join(self.names(kind))}")
             parts = {name: pretrained.component(name) for name in self.names(kind)}
             self.pipes[kind] = pretrained.assemble(pretrained.pipeline_type, **parts).to(self.trainer.device)
         return self.pipes[kind]

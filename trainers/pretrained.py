@@ -66,10 +66,11 @@ class Pretrained:
 
     def settings(self, name: str) -> SimpleNamespace:
         """The config of a diffusers component, with its class's defaults for the keys that an older file lacks."""
-        config = self.component_config(name)
-        parameters = inspect.signature(self.type_named(config["_class_name"]).__init__).parameters.values()
+        load.pipeline_class(self.folder, self.allowed)  # a folder of another model is told as that
+        kind = self.type_named(load.model_index(self.folder)[name][1])
+        parameters = inspect.signature(kind.__init__).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
-        return SimpleNamespace(**(defaults | config))
+        return SimpleNamespace(**(defaults | self.component_config(name)))
 
     def dtype(self, name: str) -> torch.dtype:
         """The precision a component is loaded in: components.<name>.dtype, else precision.weights."""
