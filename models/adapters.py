@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from models import lora_files
+from models.comfy_names import Names
 from models.lora_files import AdapterError
 
 ADAPTABLE = {
@@ -258,14 +259,14 @@ def scales(net: nn.Module) -> dict[str, float]:
     return {name: m.scaling["default"] for name, m in net.named_modules() if isinstance(m, BaseTunerLayer)}
 
 
-def load_lora_into(net: nn.Module, path: str | Path, renames: Mapping[str, str]) -> list[str]:
+def load_lora_into(net: nn.Module, path: str | Path, comfy_names: Names) -> list[str]:
     """Starts the attached adapter from a file (`lora.init_from`): diffusers, ComfyUI or peft names.
 
     Its rank, scale and kind must be those of the adapter, and every tensor in it must have a place; ValueError lists
     all that does not fit. Returns lines to tell the user: adapted modules that the file says nothing about start fresh.
-    `renames`: as in models.lora_files.
+    `comfy_names`: the model's map in models.comfy_names.
     """
-    file = lora_files.read(path, renames)
+    file = lora_files.read(path, comfy_names)
     own, own_scales = lora_files.split(adapter_state(net)), scales(net)
     theirs = lora_files.split(file.state)
     wrong = []

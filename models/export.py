@@ -3,13 +3,14 @@
 Files of an adapter (each `save_*` writes into a folder that the caller renames once `verify_*` has passed):
 
 * `pytorch_lora_weights.safetensors`: `pipeline.load_lora_weights(folder)`; rank and alpha are in its metadata.
-* `pytorch_lora_weights_comfyui.safetensors`: for ComfyUI's LoraLoader.
+* `pytorch_lora_weights_comfyui.safetensors`: for ComfyUI's LoraLoader, unless its format cannot hold this adapter.
 * LoKr and LoHa, which `load_lora_weights` cannot read, have peft's own two files in place of the first:
   `peft.PeftModel.from_pretrained(pipeline.transformer, folder)`.
 * `also_trained.safetensors`, with `lora.also_train`: the network's own parameters, by name. Load it first:
   `pipeline.transformer.load_state_dict(load_file(path), strict=False)`.
 
 Sharded networks: pass `full`, the whole state dict gathered on this rank, to each function.
+`python -m models.export --help`: what can be done with adapter files afterwards (models/lora_commands.py).
 """
 
 import json
@@ -21,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from models import adapters, lora_files
-from models.lora_files import ALSO_FILE, COMFY_FILE, DIFFUSERS_FILE, PEFT_FILE
+from models.comfy_names import Names
+from models.lora_files import ALSO_FILE, COMFY_FILE, DIFFUSERS_FILE, PEFT_FILE, AdapterError, B
 
 WEIGHTS = "diffusion_pytorch_model{suffix}.safetensors"
 PEFT_PREFIX = (
@@ -42,10 +44,13 @@ def save_lora(
     pipeline_class: type,
     net: nn.Module,
     folder: Path,
-    comfy_renames: Mapping[str, str],
+    comfy_names: Names,
     full: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Writes the adapter of `net` (unwrapped) into `folder`, in both key styles; see the module's docstring."""
+) -> list[str]:
+    """Writes the adapter of `net` (unwrapped) into `folder`, in both key styles; see the module's docstring.
+
+    `comfy_names`: the model's map in models.comfy_names. Returns lines to tell the user.
+    """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,17 +64,22 @@ def save_lora(
         save_file({PEFT_PREFIX + key: tensor for key, tensor in state.items()}, folder / PEFT_FILE)
         config = json.dumps(_adapter_config(net), indent=2, sort_keys=True)
         (folder / "adapter_config.json").write_text(config, encoding="utf-8")
-    comfy = lora_files.diffusers_to_comfy(_prefixed(state, prefix), adapters.scales(net), comfy_renames, prefix)
-    save_file(comfy, folder / COMFY_FILE, metadata={"format": "pt"})
     if also := _on_cpu(adapters.also_trained(net, full)):
         save_file(also, folder / ALSO_FILE, metadata={"format": "pt"})
+    try:
+        comfy = _for_comfyui(net, state, comfy_names)
+    except AdapterError as error:
+        (folder / COMFY_FILE).unlink(missing_ok=True)
+        return [f"no {COMFY_FILE}: {error}"]
+    save_file(comfy, folder / COMFY_FILE, metadata={"format": "pt"})
+    return []
 
 
 def verify_lora(
     pipeline_class: type,
     folder: Path,
     net: nn.Module,
-    comfy_renames: Mapping[str, str],
+    comfy_names: Names,
     full: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Reads back what `save_lora` wrote, as its users' loaders do, and compares it with the adapter of `net`.
@@ -104,22 +114,37 @@ def verify_lora(
         raise ExportError(f"{file}: its metadata is not the adapter's: {', '.join(differ)}")
     if not any(tensor.any() for key, tensor in live.items() if ZERO_AT_START.fullmatch(key)):
         raise ExportError(f"{file}: the adapter has no effect: all the matrices that start at zero are still zero")
-
-    scales = adapters.scales(net)
-    comfy = _read_tensors(folder / COMFY_FILE)
-    _compare(
-        folder / COMFY_FILE,
-        comfy,
-        lora_files.diffusers_to_comfy(_prefixed(live, prefix), scales, comfy_renames, prefix),
-    )
-    back, back_scales = lora_files.comfy_to_diffusers(comfy, comfy_renames, prefix)
-    _compare(folder / COMFY_FILE, back, _prefixed(_rescaled(live, scales), prefix))
-    for module, scale in back_scales.items():
-        rank = lora_files.rank_of(lora_files.split(live)[module])
-        if abs(scale - (1.0 if rank is None else scales[module])) > 1e-6 * scale:
-            raise ExportError(f"{folder / COMFY_FILE}: {module} is scaled by {scale}, not by {scales[module]}")
     if also := _on_cpu(adapters.also_trained(net, full)):
         _compare(folder / ALSO_FILE, _read_tensors(folder / ALSO_FILE), also)
+    _verify_comfyui(folder / COMFY_FILE, net, live, comfy_names)
+
+
+def _verify_comfyui(file: Path, net: nn.Module, live: Mapping[str, Tensor], comfy_names: Names) -> None:
+    try:
+        expected = _for_comfyui(net, live, comfy_names)
+    except AdapterError:  # told by save_lora
+        return
+    found = _read_tensors(file)
+    _compare(file, found, expected)
+    back, back_scales = lora_files.from_comfyui(found, comfy_names)
+    scales = adapters.scales(net)
+    _compare(file, _with_effect(back), _with_effect(_rescaled(live, scales)))
+    ranks = {module: lora_files.rank_of(leaves) for module, leaves in lora_files.split(live).items()}
+    for module, rank in ranks.items():
+        scale = 1.0 if rank is None else scales[module]
+        if module in back_scales and abs(back_scales[module] - scale) > 1e-6 * scale:
+            raise ExportError(f"{file}: {module} is scaled by {back_scales[module]}, not by {scale}")
+
+
+def _for_comfyui(net: nn.Module, state: Mapping[str, Tensor], comfy_names: Names) -> dict[str, Tensor]:
+    rows = {name: m.out_features for name, m in net.named_modules() if isinstance(m, nn.Linear)}
+    return lora_files.to_comfyui(state, adapters.scales(net), comfy_names, rows)
+
+
+def _with_effect(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without the modules of a LoRA whose B is zero: one part of a fused layer does not show there."""
+    modules = lora_files.split(state)
+    return lora_files.join({m: leaves for m, leaves in modules.items() if B not in leaves or leaves[B].any()})
 
 
 def _rescaled(state: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict[str, Tensor]:
@@ -245,3 +270,9 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 def _some(keys: Iterable[str]) -> str:
     keys = sorted(keys)
     return f"{keys[0]}{f' and {len(keys) - 1} more' if len(keys) > 1 else ''}"
+
+
+if __name__ == "__main__":
+    from models.lora_commands import main
+
+    raise SystemExit(main())

@@ -19,14 +19,14 @@ def checkpoint_blocks(net: nn.Module, mode: str) -> None:
 def compile_blocks(net: nn.Module, mode: str, backend: str = "inductor", blocks: Sequence[str] = ()) -> None:
     """`mode` "blocks": compiles each repeated block in place with torch.compile, so that parameter names stay the same.
 
-    `blocks`: class names of the repeated blocks, for a network that does not declare them (`_repeated_blocks`).
+    `blocks`: class names of repeated blocks that the network does not declare itself (`_repeated_blocks`).
     """
     if mode == "none":
         return
-    if not getattr(net, "_repeated_blocks", None):
-        if not blocks:
-            raise ValueError(f"memory.compile blocks: {type(net).__name__} does not say which blocks repeat; use none")
-        net._repeated_blocks = list(blocks)
+    repeated = {*(getattr(net, "_repeated_blocks", None) or ()), *blocks}
+    if not repeated:
+        raise ValueError(f"memory.compile blocks: {type(net).__name__} does not say which blocks repeat; use none")
+    net._repeated_blocks = sorted(repeated)
     net.compile_repeated_blocks(backend=backend)
 
 

@@ -35,9 +35,9 @@ def watch(monkeypatch) -> SimpleNamespace:
     encode_texts, encode_pixels, put = Encoders.encode_texts, Encoders.encode_pixels, Cache.put
     component = Pretrained.component
 
-    def texts(self, captions):
-        seen.texts += captions
-        return encode_texts(self, captions)
+    def texts(self, wanted):
+        seen.texts += [text.caption for text in wanted]
+        return encode_texts(self, wanted)
 
     def pixels(self, frames):
         seen.clips += len(frames)

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -53,14 +54,32 @@ def options(model: Path, clips: Path, output_dir: Path, **changes) -> list[str]:
     return words(given | {name.replace("__", "."): value for name, value in changes.items()})
 
 
-def trainer(kind, model: Path, clips: Path, output_dir: Path, **changes):
-    """A trainer with these options, not yet run. Accelerate's process-wide state is made anew."""
-    from accelerate.state import AcceleratorState, GradientState
+def trainers_by_name() -> dict[str, type]:
+    """ "ltx" -> LTXTrainer, and every other that a script train_<name>.py runs."""
+    from trainers.base import Trainer
 
-    from trainers.parsing import parse
+    found = {}
+    for script in Path(__file__).parents[1].glob("train_*.py"):
+        name = script.stem.removeprefix("train_")
+        module = importlib.import_module(f"trainers.{name}")
+        kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, Trainer)]
+        (found[name],) = [kind for kind in kinds if kind.__module__ == module.__name__]
+    return found
+
+
+def fresh_state() -> None:
+    """Accelerate's process-wide state made anew, as in a new process."""
+    from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+def trainer(kind, model: Path, clips: Path, output_dir: Path, **changes):
+    """A trainer with these options, not yet run. Accelerate's process-wide state is made anew."""
+    from trainers.parsing import parse
+
+    fresh_state()
     return kind(parse(kind.Config, options(model, clips, output_dir, **changes)))
 
 
@@ -189,3 +208,55 @@ def killed(function, *arguments, timeout: float = 60) -> None:
 def die() -> None:
     """kill -9 from within: nothing is cleaned up, nothing flushed."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def same(a, b) -> bool:
+    """Bitwise equality of nested states: containers, numbers, plain tensors and torchao's quantised ones."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if hasattr(a, "codes"):
+        return all(same(getattr(a, name), getattr(b, name)) for name in a.tensor_attrs)
+    if isinstance(a, torch.Tensor):
+        if a.dtype.is_floating_point and a.dtype.itemsize == 1:
+            a, b = a.view(torch.uint8), b.view(torch.uint8)
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return a == b
+
+
+def numbers(root: Path) -> list[dict]:
+    """metrics.jsonl without what a clock and the machine decide."""
+    return [{k: v for k, v in r.items() if k not in ("seconds_per_step", "peak_memory_mb")} for r in metrics(root)]
+
+
+def optimizer_state(checkpoint: Path) -> dict:
+    return torch.load(checkpoint / "state" / "optimizer.bin", weights_only=True)
+
+
+def assert_same_outcome(whole: Path, other: Path) -> None:
+    """Two finished LoRA runs, bit for bit: weights, optimizer, export, every logged number, the run's own state."""
+    from safetensors.torch import load_file
+
+    from trainers.checkpoints import numbered, read_state
+    from trainers.publish import LORA
+
+    last = numbered(whole)[0].name
+    a, b = whole / last, other / last
+    pairs = [(a / name, b / name) for name in ("state/trainable.safetensors", LORA)]
+    for pair in [*pairs, (whole / LORA, other / LORA)]:
+        ours, theirs = map(load_file, pair)  # not the bytes: safetensors shuffles its metadata
+        assert ours and same(ours, theirs), pair
+    assert same(optimizer_state(a), optimizer_state(b)) and optimizer_state(a)["state"]
+    assert numbers(whole) == numbers(other) and numbers(whole)
+    states = [read_state(folder) for folder in (a, b)]
+    assert states[0].pop("files").keys() == states[1].pop("files").keys()
+    assert states[0] == states[1]
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """What a run is: its checkpoints, metrics and result, without the options, which are those asked for last."""
+    files = [path for path in root.rglob("*") if path.is_file() and path.name != "config.yaml"]
+    return {str(path.relative_to(root)): path.read_bytes() for path in files}

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import save_file
 
 from models import adapters, export, load
+from models.comfy_names import LTX
 
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
-RENAMES = {"proj_in": "patchify_proj", "time_embed": "adaln_single", "norm_q": "q_norm", "norm_k": "k_norm"}
 TYPES = ["lora", "dora", "rslora", "lokr", "loha"]
 
 
@@ -202,9 +202,9 @@ def test_init_from_gives_the_same_network(style, kind, tiny_ltx, tmp_path):
     for net in nets:
         adapters.attach(net, options(type=kind, alpha=alpha), TARGETS)
     train(nets[0])
-    export.save_lora(LTXPipeline, nets[0], tmp_path, RENAMES)
+    export.save_lora(LTXPipeline, nets[0], tmp_path, LTX)
     path = tmp_path if style == "diffusers" else tmp_path / "pytorch_lora_weights_comfyui.safetensors"
-    assert adapters.load_lora_into(nets[1], path, RENAMES) == []
+    assert adapters.load_lora_into(nets[1], path, LTX) == []
     assert torch.equal(call(nets[0]), call(nets[1]))
 
 
@@ -214,10 +214,10 @@ def test_init_from_renamed_modules_and_with_wider_targets(tiny_ltx, tmp_path):
     nets = [load.load(tiny_ltx, "transformer") for _ in range(2)]
     adapters.attach(nets[0], options(targets=["proj_in", "time_embed.linear"]), TARGETS)
     train(nets[0])
-    export.save_lora(LTXPipeline, nets[0], tmp_path, RENAMES)
+    export.save_lora(LTXPipeline, nets[0], tmp_path, LTX)
     adapters.attach(nets[1], options(targets=["proj_in", "time_embed.linear", "proj_out"]), TARGETS)
     comfy = tmp_path / "pytorch_lora_weights_comfyui.safetensors"
-    (line,) = adapters.load_lora_into(nets[1], comfy, RENAMES)
+    (line,) = adapters.load_lora_into(nets[1], comfy, LTX)
     assert line.endswith("has nothing for 1 adapted modules, such as proj_out: they start fresh")
     assert torch.equal(call(nets[0]), call(nets[1]))
 
@@ -232,7 +232,7 @@ def test_init_from_that_does_not_fit(tiny_ltx, tmp_path):
 
     net = other()
     train(net)
-    export.save_lora(LTXPipeline, net, tmp_path, RENAMES)
+    export.save_lora(LTXPipeline, net, tmp_path, LTX)
     for given, says in (
         (dict(rank=8), "rank 4 in the file, lora.rank 8 here"),
         (dict(alpha=4.0), r"alpha 8 in the file, alpha 4 here"),
@@ -245,7 +245,7 @@ def test_init_from_that_does_not_fit(tiny_ltx, tmp_path):
         (dict(targets=["to_q"], rank=2), r"12 modules .*rank 4 in the file, lora.rank 2 here"),
     ):
         with pytest.raises(ValueError, match=f"lora.init_from .*pytorch_lora_weights.safetensors does not fit.*{says}"):
-            adapters.load_lora_into(other(**given), tmp_path, RENAMES)
+            adapters.load_lora_into(other(**given), tmp_path, LTX)
 
 
 def test_init_from_unreadable_files(net, tmp_path):
@@ -261,4 +261,4 @@ def test_init_from_unreadable_files(net, tmp_path):
     ):
         make(tmp_path / "file.safetensors")
         with pytest.raises(ValueError, match=says):
-            adapters.load_lora_into(net, tmp_path / "file.safetensors", RENAMES)
+            adapters.load_lora_into(net, tmp_path / "file.safetensors", LTX)

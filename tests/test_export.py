@@ -9,10 +9,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from models import adapters, export, load, lora_files
+from models.comfy_names import LTX
 from models.export import ExportError
 
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
-RENAMES = {"proj_in": "patchify_proj", "time_embed": "adaln_single", "norm_q": "q_norm", "norm_k": "k_norm"}
 MAIN, COMFY = "pytorch_lora_weights.safetensors", "pytorch_lora_weights_comfyui.safetensors"
 LORAS, LYCORIS = ["lora", "dora", "rslora"], ["lokr", "loha"]
 
@@ -51,8 +51,8 @@ def pipeline_class():
 
 
 def both(pipeline_class, net, folder):
-    export.save_lora(pipeline_class, net, folder, RENAMES)
-    export.verify_lora(pipeline_class, folder, net, RENAMES)
+    export.save_lora(pipeline_class, net, folder, LTX)
+    export.verify_lora(pipeline_class, folder, net, LTX)
 
 
 # -- diffusers and peft ----------------------------------------------------------------------------------------------
@@ -114,8 +114,8 @@ def test_no_wrapper_prefixes_and_a_gathered_state(tiny_ltx, pipeline_class, tmp_
     net = trained(tiny_ltx, also_train=["*norm_q*"])
     compile_blocks(net, "blocks", "eager")
     full = net.state_dict()
-    export.save_lora(pipeline_class, net, tmp_path, RENAMES, full)
-    export.verify_lora(pipeline_class, tmp_path, net, RENAMES, full)
+    export.save_lora(pipeline_class, net, tmp_path, LTX, full)
+    export.verify_lora(pipeline_class, tmp_path, net, LTX, full)
     keys = [key for file in tmp_path.glob("*.safetensors") for key in load_file(file)]
     parts = {part for key in keys for part in key.split(".")}
     assert len(keys) > 80 and not parts & {"_orig_mod", "module", "base_model", "base_layer", "default"}
@@ -175,13 +175,12 @@ def test_comfyui_adds_what_peft_adds(kind, rank, tiny_ltx, pipeline_class, tmp_p
 def test_comfyui_round_trip_is_exact(kind, tiny_ltx):
     alpha = 4.0 if kind == "lokr" else 8.0
     net = trained(tiny_ltx, type=kind, alpha=alpha, targets=["to_q", "proj_in", "time_embed.linear"])
-    state = {f"transformer.{k}": v for k, v in adapters.adapter_state(net).items()}
-    scales = adapters.scales(net)
-    comfy = lora_files.diffusers_to_comfy(state, scales, RENAMES)
-    back, back_scales = lora_files.comfy_to_diffusers(comfy, RENAMES)
+    state, scales = adapters.adapter_state(net), adapters.scales(net)
+    comfy = lora_files.to_comfyui(state, scales, LTX)
+    back, back_scales = lora_files.from_comfyui(comfy, LTX)
     assert back.keys() == state.keys() and all(torch.equal(back[k], v) for k, v in state.items())
     assert back_scales == pytest.approx(scales, rel=1e-7)
-    again = lora_files.diffusers_to_comfy(back, back_scales, RENAMES)
+    again = lora_files.to_comfyui(back, back_scales, LTX)
     assert again.keys() == comfy.keys() and all(torch.equal(again[k], v) for k, v in comfy.items())
 
 
@@ -193,10 +192,23 @@ def test_dora_magnitudes_are_columns_for_comfyui(tiny_ltx, pipeline_class, tmp_p
     assert theirs.shape == (32, 1) and torch.equal(theirs[:, 0], ours)
 
 
-def test_renaming_that_could_not_be_undone_is_refused():
-    state = {"transformer.patchify_proj.lora_A.weight": torch.ones(2, 4)}
-    with pytest.raises(ValueError, match="patchify_proj is already a ComfyUI name"):
-        lora_files.diffusers_to_comfy(state, {"patchify_proj": 1.0}, RENAMES)
+def test_alpha_is_left_out_where_it_changes_nothing(tiny_ltx, pipeline_class, tmp_path):
+    both(pipeline_class, trained(tiny_ltx, rank=4, alpha=4.0), tmp_path / "one")
+    assert not any(key.endswith("alpha") for key in load_file(tmp_path / "one" / COMFY))
+    both(pipeline_class, trained(tiny_ltx, rank=4, alpha=8.0), tmp_path / "two")
+    alphas = [v.item() for k, v in load_file(tmp_path / "two" / COMFY).items() if k.endswith("alpha")]
+    assert alphas == [8.0] * 16
+
+
+def test_an_adapter_without_comfyui_names_is_exported_without_them(tiny_ltx, pipeline_class, tmp_path):
+    net = trained(tiny_ltx)
+    (tmp_path / COMFY).write_text("of an earlier run")
+    names = {"blocks.*.**": "transformer_blocks.*.attn1.**"}
+    (line,) = export.save_lora(pipeline_class, net, tmp_path, names)
+    assert line.startswith(f"no {COMFY}: transformer_blocks.0.attn2.to_q has no ComfyUI name; ")
+    assert line.endswith(" (8 in all)")
+    export.verify_lora(pipeline_class, tmp_path, net, names)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [MAIN]
 
 
 # -- files that must not be accepted ---------------------------------------------------------------------------------
@@ -226,7 +238,7 @@ def test_damage_in_the_file(says, tiny_ltx, pipeline_class, tmp_path):
     both(pipeline_class, net, tmp_path)
     edit(tmp_path / MAIN, DAMAGE[says])
     with pytest.raises(ExportError, match=rf"{MAIN}: .*{says}"):
-        export.verify_lora(pipeline_class, tmp_path, net, RENAMES)
+        export.verify_lora(pipeline_class, tmp_path, net, LTX)
 
 
 @pytest.mark.parametrize("file", [MAIN, COMFY])
@@ -235,7 +247,7 @@ def test_file_cut_short(file, tiny_ltx, pipeline_class, tmp_path):
     both(pipeline_class, net, tmp_path)
     (tmp_path / file).write_bytes((tmp_path / file).read_bytes()[:-100])
     with pytest.raises(ExportError, match=f"{file}: cannot be read back"):
-        export.verify_lora(pipeline_class, tmp_path, net, RENAMES)
+        export.verify_lora(pipeline_class, tmp_path, net, LTX)
 
 
 def test_alpha_in_either_file(tiny_ltx, pipeline_class, tmp_path):
@@ -243,10 +255,10 @@ def test_alpha_in_either_file(tiny_ltx, pipeline_class, tmp_path):
     both(pipeline_class, net, tmp_path)
     edit(tmp_path / COMFY, lambda s: s["diffusion_model.transformer_blocks.0.attn1.to_q.alpha"].fill_(4))
     with pytest.raises(ExportError, match=f"{COMFY}: .*to_q.alpha not as in the network"):
-        export.verify_lora(pipeline_class, tmp_path, net, RENAMES)
+        export.verify_lora(pipeline_class, tmp_path, net, LTX)
     save_file(load_file(tmp_path / MAIN), tmp_path / MAIN, metadata={"format": "pt"})  # what loses alpha
     with pytest.raises(ExportError, match=r"metadata is not the adapter's: .*lora_alpha None for 8.0"):
-        export.verify_lora(pipeline_class, tmp_path, net, RENAMES)
+        export.verify_lora(pipeline_class, tmp_path, net, LTX)
 
 
 @pytest.mark.parametrize("kind", [*LORAS, *LYCORIS])
@@ -254,17 +266,17 @@ def test_an_adapter_without_effect_is_refused(kind, tiny_ltx, pipeline_class, tm
     net = load.load(tiny_ltx, "transformer")
     given = dict(rank=4, alpha=8.0, targets=[], exclude=[], also_train=[], dropout=0.0, type=kind)
     adapters.attach(net, SimpleNamespace(**given), TARGETS)
-    export.save_lora(pipeline_class, net, tmp_path, RENAMES)
+    export.save_lora(pipeline_class, net, tmp_path, LTX)
     with pytest.raises(ExportError, match="no effect"):
-        export.verify_lora(pipeline_class, tmp_path, net, RENAMES)
+        export.verify_lora(pipeline_class, tmp_path, net, LTX)
 
 
 def test_nan_in_the_network_itself(tiny_ltx, pipeline_class, tmp_path):
     net = trained(tiny_ltx)
     next(iter(adapters.trainable(net).values())).data.fill_(float("inf"))
-    export.save_lora(pipeline_class, net, tmp_path, RENAMES)
+    export.save_lora(pipeline_class, net, tmp_path, LTX)
     with pytest.raises(ExportError, match="not finite"):
-        export.verify_lora(pipeline_class, tmp_path, net, RENAMES)
+        export.verify_lora(pipeline_class, tmp_path, net, LTX)
 
 
 # -- full fine-tune --------------------------------------------------------------------------------------------------

@@ -267,14 +267,19 @@ def test_accelerate_configs(file):
     assert f"accelerate launch --config_file {file.relative_to(ROOT)}" in first and "train_ltx.py" in first
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs" / "ltx").glob("*.yaml")), ids=lambda file: file.name)
-def test_ltx_configs(file, tmp_path):
+TRAINERS = runs.trainers_by_name()
+FILES = [file for name in TRAINERS for file in sorted((ROOT / "configs" / name).glob("*.yaml"))]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_model_configs(file, tmp_path):
     """They parse with nothing but data and output_dir given, and say nothing that the trainer would refuse."""
     words = ["--config", str(file), "--data.train", str(tmp_path), "--output_dir", str(tmp_path / "run")]
-    config = parse(LTXConfig, words)
+    trainer = TRAINERS[file.parent.name]
+    config = parse(trainer.Config, words)
     config.check()
-    check_buckets(config.data.buckets, LTXTrainer.frame_rule, LTXTrainer.side_rule)
-    precision.check(config, LTXTrainer.half_precision)
+    check_buckets(config.data.buckets, trainer.frame_rule, trainer.side_rule)
+    precision.check(config, trainer.half_precision)
     assert config.method == ("full" if "full" in file.name else "lora")
     assert config.checkpoint.resume == "latest"  # the same command again goes on, as the README says
     dtype = precision.DTYPES[config.precision.trainable]

@@ -167,23 +167,6 @@ OPTIMIZERS = {
 }
 
 
-def same(a, b) -> bool:
-    """Bitwise equality of nested states: containers, numbers, plain tensors and torchao's quantised ones."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    if hasattr(a, "codes"):
-        return all(same(getattr(a, name), getattr(b, name)) for name in a.tensor_attrs)
-    if isinstance(a, torch.Tensor):
-        if a.dtype.is_floating_point and a.dtype.itemsize == 1:
-            a, b = a.view(torch.uint8), b.view(torch.uint8)
-        return a.dtype == b.dtype and torch.equal(a, b)
-    return a == b
-
-
 def ten_more(whole, model, clips, output_dir, **changes):
     """A run like `whole`, of 20 steps, continued from its checkpoint-10 in another folder."""
     shutil.copytree(whole.output_dir / "checkpoint-10", output_dir / "checkpoint-10")
@@ -193,7 +176,7 @@ def ten_more(whole, model, clips, output_dir, **changes):
 def check_resume(whole, rest) -> None:
     assert rest.step == whole.step == 20
     assert torch.equal(runs.trained(whole), runs.trained(rest))
-    assert same(whole.optimizer.optimizer.state_dict(), rest.optimizer.optimizer.state_dict())
+    assert runs.same(whole.optimizer.optimizer.state_dict(), rest.optimizer.optimizer.state_dict())
     losses = [[row["loss"] for row in runs.metrics(made.output_dir)] for made in (whole, rest)]
     assert len(losses[0]) == 20 and losses[0][10:] == losses[1]
 

@@ -1,5 +1,6 @@
 """The tiny pipelines are real ones: published layout, true ratios, every class the trainer meets."""
 
+import inspect
 import runpy
 import sys
 
@@ -32,6 +33,38 @@ def test_loads_and_runs_as_published(name, tmp_path):
         pipe(prompt=prompt, generator=torch.Generator().manual_seed(0), **call).frames for prompt in ("a cat", "a dog")
     ]
     assert videos[0].shape == (1, 17, 3, 64, 96) and all(v.isfinite().all() for v in videos)
+    assert not torch.equal(*videos)  # the text matters
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "channels", "cut"),
+    [
+        ("hunyuan", None, 16, 95),
+        ("hunyuan-i2v", "token_replace", 16, 103),
+        ("hunyuan-i2v-concat", "latent_concat", 33, 103),
+    ],
+)
+def test_hunyuan_loads_and_runs_as_published(name, kind, channels, cut, tmp_path):
+    from diffusers import DiffusionPipeline
+    from PIL import Image
+
+    folder = tiny.build(name, tmp_path / name)
+    assert sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) < 3e6
+    pipe = DiffusionPipeline.from_pretrained(folder)
+    assert type(pipe).__name__ == ("HunyuanVideoImageToVideoPipeline" if kind else "HunyuanVideoPipeline")
+    config = pipe.transformer.config
+    assert (config.image_condition_type, config.in_channels, config.patch_size) == (kind, channels, 2)
+    assert config.guidance_embeds is (kind != "latent_concat") and pipe.scheduler.config.shift == 7.0
+    assert (pipe.vae.spatial_compression_ratio, pipe.vae.temporal_compression_ratio) == (8, 4)
+    template = inspect.signature(pipe.encode_prompt).parameters["prompt_template"].default
+    assert len(pipe.tokenizer(template["template"].split("{}")[0]).input_ids) == template["crop_start"] == cut
+    pipe.set_progress_bar_config(disable=True)
+    call = dict(height=32, width=48, num_frames=9, num_inference_steps=2, output_type="pt")
+    call |= {"image": Image.new("RGB", (48, 32), (90, 140, 20))} if kind else {}
+    videos = [
+        pipe(prompt=prompt, generator=torch.Generator().manual_seed(0), **call).frames for prompt in ("a cat", "a dog")
+    ]
+    assert videos[0].shape == (1, 5 if channels == 33 else 9, 3, 32, 48) and all(v.isfinite().all() for v in videos)
     assert not torch.equal(*videos)  # the text matters
 
 
@@ -68,7 +101,7 @@ def test_command_line(tmp_path, monkeypatch, capsys):
         capsys.readouterr().out.strip() == str(tmp_path / "made") and (tmp_path / "made" / "model_index.json").exists()
     )
     monkeypatch.setattr(sys, "argv", ["tiny"])
-    with pytest.raises(SystemExit, match=r"usage: python -m models.tiny \{ltx,ltx-condition\} FOLDER"):
+    with pytest.raises(SystemExit, match=r"usage: python -m models.tiny \{ltx,ltx-condition,.*\} FOLDER"):
         runpy.run_module("models.tiny", run_name="__main__")
-    with pytest.raises(ValueError, match="no tiny pipeline 'wan'; there are: ltx, ltx-condition"):
+    with pytest.raises(ValueError, match="no tiny pipeline 'wan'; there are: ltx, ltx-condition, "):
         tiny.build("wan", tmp_path)

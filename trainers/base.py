@@ -4,6 +4,7 @@ import math
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from data.batches import MicroBatches, Schedule, collate
 from data.video import HashMemo
 from models import adapters, export, memory, precision
 from trainers import checkpoints, launch, optimizers, plan, publish
-from trainers.config import Config, refuse
+from trainers.config import Config, options, refuse
 from trainers.contract import Contract
 from trainers.objectives import Batch
 from trainers.parsing import read_options, to_yaml
@@ -25,6 +26,8 @@ from trainers.tracking import check as check_trackers
 from trainers.validation import Validation, read_prompts
 
 TIME_LIMIT = 1  # why a rank wants to stop: this, or the number of a signal
+# Shared options that change what is learned: said when a resumed run has others, as are all of the model's own.
+SAID = ("optimizer.", "noise.", "loss.", "lora.dropout", "precision.weights", "data.caption_", "train.seed")
 
 
 class Trainer(Contract):
@@ -231,6 +234,7 @@ class Trainer(Contract):
     def restore(self, folder: Path, saved: dict) -> None:
         """Weights, optimizer and step of a checkpoint that fits this run."""
         self.accelerator.load_state(str(folder / "state"))
+        optimizers.apply_options(self.optimizer, self.config.optimizer)
         self.accelerator.step = 0  # its count of micro-steps; a step boundary is where ours restart
         self.step, self.saved = saved["step"], folder
         self.window, self.tokens_seen = saved["window"], saved["tokens_seen"]
@@ -269,7 +273,7 @@ class Trainer(Contract):
         adapters.cast_trainable(net, precision.DTYPES[c.precision.trainable])
         self.say(str(found))
         if c.lora.init_from:
-            self.say(*adapters.load_lora_into(net, c.lora.init_from, self.comfy_renames))
+            self.say(*adapters.load_lora_into(net, c.lora.init_from, self.comfy_names))
         precision.apply_storage(net, c.precision.storage, self.dtype)
         memory.checkpoint_blocks(net, c.memory.checkpointing)
         memory.compile_blocks(net, c.memory.compile, c.memory.compile_backend, self.repeated_blocks)
@@ -287,8 +291,8 @@ class Trainer(Contract):
     def write_export(self, folder: Path) -> None:
         """The usable result into `folder`, read back and compared. Called on the main process."""
         if self.config.method == "lora":
-            export.save_lora(self.pretrained.pipeline_type, self.network, folder, self.comfy_renames)
-            export.verify_lora(self.pretrained.pipeline_type, folder, self.network, self.comfy_renames)
+            self.say(*export.save_lora(self.pretrained.pipeline_type, self.network, folder, self.comfy_names))
+            export.verify_lora(self.pretrained.pipeline_type, folder, self.network, self.comfy_names)
         else:
             export.save_transformer(self.network, folder / "transformer", self.dtype)
             export.verify_transformer(folder / "transformer", self.network, self.dtype)
@@ -310,8 +314,9 @@ class Trainer(Contract):
 
     def context(self) -> dict:
         """What may change on resume, but not unsaid."""
-        c = self.config
-        return {"data": self.plan.digest(), "train.seed": c.train.seed, "steps": self.steps}
+        shared = {f.name for f in fields(Config)}
+        said = {n: str(o.value) for n, o in options(self.config) if n.startswith(SAID) or n.split(".")[0] not in shared}
+        return {"data": self.plan.digest(), "steps": self.steps, **said}
 
     # -- for validation -----------------------------------------------------------------------------------------------
 

@@ -85,15 +85,20 @@ def save(accelerator, root: Path, step: int, write_export: Callable[[Path], None
 
 
 def prune(root: Path, keep: int, keep_exports: int | None) -> None:
-    """Deletes the resume state beyond the newest `keep` checkpoints, the exports beyond `keep_exports`
+    """Deletes the resume state beyond the newest `keep` whole checkpoints, the exports beyond `keep_exports`
     (None: none). Also what killed runs left half-written."""
     for left in root.glob(".checkpoint-*.partial"):
         shutil.rmtree(left)
     folders = numbered(root)
-    for age, folder in enumerate(folders):
-        if keep_exports is not None and age >= max(keep, keep_exports):
+    # Whole ones: a broken folder with a higher number must not take the place of the one just saved.
+    resumable = [folder for folder in folders if problem(folder) is None][:keep]
+    exported = [folder for folder in folders if any(path.name != "state" for path in folder.iterdir())]
+    for folder in folders:
+        if folder in resumable:
+            continue
+        if keep_exports is not None and folder not in exported[:keep_exports]:
             shutil.rmtree(folder)
-        elif age >= keep and (folder / "state").exists():
+        elif (folder / "state").exists():
             (folder / "state" / STATE).unlink(missing_ok=True)  # first: a half-deleted state never looks whole
             shutil.rmtree(folder / "state")
 
@@ -109,6 +114,7 @@ def find(resume: str, root: Path) -> tuple[Path | None, list[str]]:
         if fault := problem(folder):
             there = ", ".join(p.name for p in numbered(root)) or "none"
             raise CheckpointError(f"checkpoint.resume {folder}: {fault}. Checkpoints in {root}: {there}")
+        refuse_mixing(folder, root)
         return folder, [f"resuming from {folder}"]
     notes = []
     for folder in numbered(root):
@@ -173,6 +179,21 @@ def refuse_leftovers(config, root: Path) -> None:
         raise CheckpointError(
             f"output_dir {root} holds an earlier run ({', '.join(p.name for p in found[:4])}): continue it with "
             "checkpoint.resume: latest, choose another output_dir, or replace it with overwrite: true"
+        )
+
+
+def refuse_mixing(folder: Path, root: Path) -> None:
+    """Raises CheckpointError where `root` holds another run than the one `folder` is of, or what came after it."""
+    if folder.resolve().parent == root.resolve():
+        step = read_state(folder)["step"]
+        others = [p for p in numbered(root) if problem(p) is None and read_state(p)["step"] > step]
+    else:
+        others = leftovers(root)
+    if others:
+        raise CheckpointError(
+            f"checkpoint.resume {folder}: output_dir {root} also holds {', '.join(p.name for p in others[:4])}, which "
+            "a run from there would mix with: go on from those with checkpoint.resume: latest, choose another "
+            "output_dir, or move them away"
         )
 
 

@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from models.comfy_names import SAME, Names
 from trainers import objectives
 from trainers.config import Config
 from trainers.objectives import Batch
@@ -50,8 +51,9 @@ class Contract(ABC):
     trims: ClassVar[dict[str, str]] = {}
     """Sequence -> mask, for text whose masked rows the model ignores: stored and batched without them."""
     repeated_blocks: ClassVar[list[str]] = []
-    """Class names of the blocks that memory.compile compiles, where the network does not declare them itself."""
-    comfy_renames: ClassVar[dict[str, str]] = {}
+    """Class names of blocks that memory.compile compiles besides those that the network declares itself."""
+    comfy_names: ClassVar[Names] = SAME
+    """What ComfyUI calls the modules of the transformer: one of models.comfy_names, or a dict of that form."""
     sample_defaults: ClassVar[dict] = {}
     """Keywords of the pipeline's call that this model is really sampled with, where the call's own defaults are not."""
     sample_scheduler: str | None = None
@@ -136,6 +138,10 @@ class Contract(ABC):
     def initial_noise(self, noise: Tensor, batch: Batch) -> Tensor:
         """What the pipeline must draw for its loop to begin at `noise`: some pipelines mix the image in."""
         return noise
+
+    def final_latents(self, latents: Tensor, batch: Batch) -> Tensor:
+        """Raw latents [B, C, f, h, w] of a clip as its pipeline would decode them: some put the image's into them."""
+        return latents
 
     def example_size(self) -> tuple[int, int, int]:
         """A small (frames, height, width) that this model can train at."""

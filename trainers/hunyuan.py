@@ -14,11 +14,13 @@ Letters: B batch, C channels, f h w latent frames and sides, L text tokens, D wi
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from models import latents
+from models.comfy_names import HUNYUAN
 from models.load import ModelError
 from trainers import objectives as ob
 from trainers.base import Trainer
@@ -33,11 +35,11 @@ TEXT_LENGTH = 256  # of the pipelines' calls, beside the template and the image
 @dataclass
 class HunyuanVideoConfig(Config):
     guidance: NotNegative = 1.0
-    """Guidance told to the network while it trains, for models that embed one. 1.0: the target is the velocity of the
-    data, unguided; Tencent's image-to-video LoRA trainer tells 6.0."""
+    """Guidance (times 1000, as the pipeline has it) that the network is told in training, where it embeds one. 1.0: the
+    target is the data's own velocity, unguided. Tencent's image-to-video LoRA trainer tells 6.0."""
     black_image_p: Fraction = 0.1
-    """Image-to-video: how often, per sample, the text encoder is shown black in place of the first frame; 0.1 is that of
-    HunyuanVideo-I2V's training code."""
+    """Image-to-video: how often, per sample, the text encoder is shown black in place of the first frame; 0.1 is the
+    value of HunyuanVideo-I2V's training code."""
 
 
 class HunyuanVideoTrainer(Trainer):
@@ -49,24 +51,27 @@ class HunyuanVideoTrainer(Trainer):
     # A bare to_q would also adapt the blocks that refine the text.
     lora_targets = [r"(single_)?transformer_blocks\.\d+\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"]
     frame_rule, side_rule = (4, 1), 16
-    half_precision = ("bf16",)
-    pretrained_caption_technique = "empty"
+    half_precision, pretrained_caption_technique = ("bf16",), "empty"
     trims = {"text": "text_mask"}
+    comfy_names = HUNYUAN
+    repeated_blocks = ["HunyuanVideoTokenReplaceTransformerBlock", "HunyuanVideoTokenReplaceSingleTransformerBlock"]
 
     # -- what the folder says -----------------------------------------------------------------------------------------
 
     @cached_property
-    def network_config(self) -> dict:
-        return self.pretrained.component_config("transformer")
+    def net(self) -> SimpleNamespace:
+        """The transformer's config."""
+        return self.pretrained.settings("transformer")
+
+    @cached_property
+    def vae(self) -> SimpleNamespace:
+        """The VAE's config."""
+        return self.pretrained.settings("vae")
 
     @property
     def kind(self) -> str | None:
         """None (text-to-video), "token_replace" or "latent_concat"."""
-        return self.network_config.get("image_condition_type")
-
-    @property
-    def embeds_guidance(self) -> bool:
-        return self.network_config.get("guidance_embeds", True)
+        return self.net.image_condition_type
 
     @property
     def sees_image(self) -> bool:
@@ -78,30 +83,23 @@ class HunyuanVideoTrainer(Trainer):
         return 4 if self.kind == "token_replace" else 2
 
     def size_rules(self) -> tuple[tuple[int, int], int]:
-        vae = self.pretrained.component_config("vae")
-        space = vae.get("spatial_compression_ratio", 8) * self.network_config.get("patch_size", 2)
-        return (vae.get("temporal_compression_ratio", 4), 1), space
+        return (self.vae.temporal_compression_ratio, 1), self.vae.spatial_compression_ratio * self.net.patch_size
 
     def refuse_bucket(self, frames: int, height: int, width: int) -> str | None:
-        if self.kind and frames == 1:
-            return f"1x{height}x{width}: an image-to-video model is given the first frame and has no other to learn"
-        return None
+        why = f"1x{height}x{width}: an image-to-video model is given the first frame and has no other to learn"
+        return why if self.sees_image and frames == 1 else None
 
     def unfit(self) -> list[str]:
-        """Options, or parts put together, that do not fit each other."""
-        found, defaults = [], HunyuanVideoConfig()
-        name = self.pretrained.pipeline_name
+        found, defaults, name = [], HunyuanVideoConfig(), self.pretrained.pipeline_name
         if self.sees_image != ("Image" in name):
             found.append(
                 f"{name} with a transformer whose image_condition_type is {self.kind}: text-to-video has none, "
                 "image-to-video token_replace or latent_concat; take both from one model"
             )
-        if not self.embeds_guidance and self.config.guidance != defaults.guidance:
+        if not self.net.guidance_embeds and self.config.guidance != defaults.guidance:
             found.append(f"guidance {self.config.guidance}: this model embeds no guidance; leave the option out")
         if not self.sees_image and self.config.black_image_p != defaults.black_image_p:
-            found.append(
-                f"black_image_p {self.config.black_image_p}: for image-to-video, and this is a text-to-video model"
-            )
+            found.append(f"black_image_p {self.config.black_image_p}: this model takes no image; leave the option out")
         return found
 
     def text_facts(self) -> dict:
@@ -110,10 +108,9 @@ class HunyuanVideoTrainer(Trainer):
     # -- the four answers ---------------------------------------------------------------------------------------------
 
     def encode_video(self, pipe, pixels: Tensor) -> Batch:
-        """moments [B, 2C, f, h, w], scaled; for image-to-video also condition [B, C, 1, h, w], the first frame's latent.
+        """moments [B, 2C, f, h, w] and, for image-to-video, condition [B, C, 1, h, w], the first frame's latent.
 
-        The frame is encoded alone, as the pipeline does: the VAE's norms span time, so a slice of the clip's latents is
-        not the same.
+        The frame is encoded alone, as the pipeline does: the VAE's norms span time, so the clip's latents have another.
         """
         scale = pipe.vae.config.scaling_factor
         batch = {"moments": latents.normalize_moments(latents.encode_moments(pipe.vae, pixels), scaling_factor=scale)}
@@ -177,7 +174,7 @@ class HunyuanVideoTrainer(Trainer):
         B, C, f, h, w = moments.shape[0], moments.shape[1] // 2, *moments.shape[2:]
         x0 = latents.draw(moments, self.normal("posterior", (B, C, f, h, w)))
         noise = self.normal("noise", (B, C, f, h, w))
-        sigma = self.noise_levels(f * h * w // self.network_config.get("patch_size", 2) ** 2)
+        sigma = self.noise_levels(f * h * w // self.net.patch_size**2)
         level = sigma.to(x0.device)
         guidance = torch.full((B,), self.config.guidance, dtype=self.dtype, device=x0.device) * 1000
         prediction = self.model(
@@ -186,7 +183,7 @@ class HunyuanVideoTrainer(Trainer):
             encoder_hidden_states=batch["text"].to(self.dtype),
             encoder_attention_mask=batch["text_mask"].to(self.dtype),
             pooled_projections=batch["pooled"].to(self.dtype),
-            guidance=guidance if self.embeds_guidance else None,
+            guidance=guidance if self.net.guidance_embeds else None,
             return_dict=False,
         )[0]
         counts = (torch.arange(f, device=x0.device) > 0).view(1, 1, f, 1, 1) if self.kind == "token_replace" else None
@@ -215,10 +212,14 @@ class HunyuanVideoTrainer(Trainer):
         """The image-to-video pipeline begins at 0.999 noise + 0.001 image."""
         return (noise - 0.001 * batch["condition"]) / 0.999 if self.sees_image else noise
 
+    def final_latents(self, latents: Tensor, batch: Batch) -> Tensor:
+        image = batch["condition"] / self.vae.scaling_factor if self.kind == "token_replace" else latents[:, :, :1]
+        return torch.cat([image, latents[:, :, 1:]], dim=2)
+
     @property
     def sample_defaults(self) -> dict:
         """Embedded guidance 6, of HunyuanVideo's and HunyuanVideo-I2V's sampling scripts."""
-        return {"num_inference_steps": 50} | ({"guidance_scale": 6.0} if self.embeds_guidance else {})
+        return {"num_inference_steps": 50} | ({"guidance_scale": 6.0} if self.net.guidance_embeds else {})
 
     def sample(self, pipe, text: Batch, negative: Batch, **call):
         """Frames [F, H, W, 3] float in [0, 1] of one prompt; latent_concat models give back four frames less."""
@@ -242,7 +243,7 @@ def check_tokenizer(pipe) -> None:
     found = len(pipe.tokenizer(template["template"].split("{}")[0]).input_ids)
     if found != template["crop_start"] or pipe.tokenizer.padding_side != "right":
         raise ModelError(
-            f"tokenizer: the prompt template begins with {found} tokens, padding {pipe.tokenizer.padding_side}, and the "
-            f"pipeline cuts off {template['crop_start']}, padding right: captions would be mangled. Load the tokenizer "
-            "with transformers.AutoTokenizer, or take the model's own (components.tokenizer.id)"
+            f"tokenizer: the prompt template begins with {found} tokens, padded {pipe.tokenizer.padding_side}; the "
+            f"pipeline cuts off {template['crop_start']}, padded right, and would mangle every caption. Take the "
+            "tokenizer that the model was published with (components.tokenizer.id), loadable by AutoTokenizer"
         )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from models import latents
+from models.comfy_names import LTX
 from trainers import objectives as ob
 from trainers.base import Trainer
 from trainers.config import Config
@@ -48,8 +49,7 @@ class LTXTrainer(Trainer):
     half_precision = ("bf16",)
     pretrained_caption_technique = "empty"
     trims = {"text": "text_mask"}
-    # ComfyUI keeps the names of the original checkpoint (diffusers scripts/convert_ltx_to_diffusers.py).
-    comfy_renames = {"proj_in": "patchify_proj", "time_embed": "adaln_single", "norm_q": "q_norm", "norm_k": "k_norm"}
+    comfy_names = LTX
     sample_defaults = {"num_inference_steps": 50, "guidance_scale": 3.0}
 
     # -- what the folder says ---------------------------------------------------------------------------------------

@@ -65,3 +65,11 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
+
+
+def apply_options(optimizer: torch.optim.Optimizer, options: OptimizerOptions) -> None:
+    """Writes this run's options into every parameter group: a loaded state brings those of the run that saved it."""
+    own = {"betas": tuple(options.betas), "eps": options.epsilon, "weight_decay": options.weight_decay}
+    own["momentum"] = options.momentum
+    for group in optimizer.param_groups:
+        group.update({name: value for name, value in own.items() if name in group})

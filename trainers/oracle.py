@@ -116,9 +116,9 @@ def blame(keyword: str, steps: list[int]) -> str:
     return f"{keyword} differs: {BLAME.get(keyword, 'loss')}"
 
 
-def decode(pipe, pixels: Tensor) -> Tensor:
+def decode(pipe, pixels: Tensor, trainer: Contract, batch: Batch) -> Tensor:
     """The clip through the VAE alone, [B, F, 3, H, W] in [0, 1]."""
-    raw = pipe.vae.encode(pixels).latent_dist.mean
+    raw = trainer.final_latents(pipe.vae.encode(pixels).latent_dist.mean, batch)
     level = (torch.zeros(len(raw)),) if getattr(pipe.vae.config, "timestep_conditioning", False) else ()
     return pipe.video_processor.postprocess_video(pipe.vae.decode(raw, *level, return_dict=False)[0], output_type="pt")
 
@@ -167,3 +167,16 @@ def others(trainer: Contract, value: float) -> None:
     """Every coin but the one named caption comes up `value`."""
     draw = trainer.uniform
     trainer.uniform = lambda name: draw(name) if name == "caption" else torch.full((len(trainer.slots),), value)
+
+
+def gradients(trainer: Contract, batch: Batch) -> tuple[dict[str, Tensor | None], float]:
+    """Gradient of every trainable tensor, and the loss."""
+    from models.adapters import trainable
+
+    parameters = trainable(trainer.network)
+    for parameter in parameters.values():
+        parameter.grad = None
+    trainer.slots = [0, 1]
+    loss = trainer.loss(dict(batch)).mean()
+    loss.backward()
+    return {name: p.grad for name, p in parameters.items()}, loss.item()

@@ -24,7 +24,7 @@ WHOLE_FIELDS = {"height": 1, "width": 1, "num_frames": 1, "num_inference_steps":
 # Keywords of pipelines that the trainer gives, or that a text file cannot hold.
 TRAINERS_OWN = re.compile(
     r"self|generator|latents|output_type|return_dict|num_videos_per_prompt|max_sequence_length|callback_\w+"
-    r"|\w*_embeds\w*|\w*attention_mask\w*|conditions|video"
+    r"|\w*_embeds\w*|\w*attention_mask\w*|conditions|video|\w*prompt_[23]|prompt_template|image_embed_interleave"
 )
 NULLS, TRUE, FALSE = ("null", "none", "~", ""), ("true", "yes", "on"), ("false", "no", "off")
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")

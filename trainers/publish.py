@@ -27,6 +27,7 @@ def publish(checkpoint: Path, root: Path) -> list[Path]:
             fresh.unlink(missing_ok=True)
             link_or_copy(source, fresh)
             os.replace(fresh, target)
+            fresh.unlink(missing_ok=True)  # a rename between two links to one file does nothing
         out.append(target)
     return out
 
