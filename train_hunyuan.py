@@ -1,4 +1,4 @@
-"""accelerate launch train_hunyuan.py --config configs/hunyuan/lora.yaml --data.train clips/ --output_dir runs/my-style"""
+"""accelerate launch train_hunyuan.py --config configs/hunyuan/lora.yaml --data.train clips/ --output_dir runs/mine"""
 
 from trainers.hunyuan import HunyuanVideoTrainer
 

@@ -25,7 +25,7 @@ from trainers.plan import PlanError
 from trainers.prompts import PromptError
 
 NAMES = CogVideoXTrainer.tiny
-IMAGES, TEXTS = [n for n in NAMES if "i2v" in n], [n for n in NAMES if "i2v" not in n]
+IMAGES = [name for name in NAMES if "i2v" in name]
 PUBLISHED = {
     "THUDM/CogVideoX-2b": "cogvideox-2b",
     "THUDM/CogVideoX-5b": "cogvideox-5b",

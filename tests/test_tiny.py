@@ -68,6 +68,39 @@ def test_hunyuan_loads_and_runs_as_published(name, kind, channels, cut, tmp_path
     assert not torch.equal(*videos)  # the text matters
 
 
+@pytest.mark.parametrize(
+    ("name", "channels", "flags", "scale"),
+    [  # rotary, learned, patch_size_t, ofs_embed_dim, invert_scale_latents
+        ("cogvideox-2b", 16, (False, False, None, None, False), 1.15258426),
+        ("cogvideox-5b", 16, (True, False, None, None, False), 0.7),
+        ("cogvideox-5b-i2v", 32, (True, True, None, None, False), 0.7),
+        ("cogvideox-1.5", 16, (True, False, 2, None, True), 0.7),
+        ("cogvideox-1.5-i2v", 32, (True, False, 2, 16, True), 0.7),
+    ],
+)
+def test_cogvideox_loads_and_runs_as_published(name, channels, flags, scale, tmp_path):
+    from diffusers import DiffusionPipeline
+    from PIL import Image
+
+    folder = tiny.build(name, tmp_path / name)
+    assert sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) < 3e6
+    pipe = DiffusionPipeline.from_pretrained(folder)
+    assert type(pipe).__name__ == ("CogVideoXImageToVideoPipeline" if channels == 32 else "CogVideoXPipeline")
+    c, vae = pipe.transformer.config, pipe.vae.config
+    kinds = (c.use_rotary_positional_embeddings, c.use_learned_positional_embeddings, c.patch_size_t, c.ofs_embed_dim)
+    assert (*kinds, vae.invert_scale_latents) == flags and (c.in_channels, c.max_text_seq_length) == (channels, 226)
+    assert (pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal, vae.scaling_factor) == (8, 4, scale)
+    assert pipe.scheduler.config.prediction_type == "v_prediction" and pipe.scheduler.alphas_cumprod[-1] == 0
+    pipe.set_progress_bar_config(disable=True)
+    call = dict(height=32, width=48, num_frames=17, num_inference_steps=2, output_type="pt")
+    call |= {"image": Image.new("RGB", (48, 32), (90, 140, 20))} if channels == 32 else {}
+    videos = [
+        pipe(prompt=prompt, generator=torch.Generator().manual_seed(0), **call).frames for prompt in ("a cat", "a dog")
+    ]
+    assert videos[0].shape == (1, 17, 3, 32, 48) and all(v.isfinite().all() for v in videos)
+    assert not torch.equal(*videos)  # the text matters
+
+
 def test_schedulers_tell_the_families_apart(tiny_ltx, tiny_ltx_condition):
     assert load.component_config(tiny_ltx, "scheduler")["use_dynamic_shifting"] is True
     later = load.component_config(tiny_ltx_condition, "scheduler")

@@ -122,7 +122,7 @@ def loss_per_sample(
 
 
 def swap_rows(batch: Batch, other: Batch, rows_B: Tensor) -> Batch:
-    """`batch` with the rows where rows_B [B] is True replaced by those of `other`: one row [1, ...] or as many [B, ...].
+    """`batch` with the rows where rows_B [B] is True replaced by those of `other`, [1, ...] or [B, ...].
 
     Sequences of unequal length (dimension 1) are padded at the end with zeros (False) to the longer one.
     """
