@@ -9,10 +9,11 @@ from models.latents import encode_moments
 from models.tiny import build
 from trainers import objectives
 from trainers.check import Kit, main
+from trainers.cog import CogVideoXTrainer
 from trainers.hunyuan import HunyuanVideoTrainer
 from trainers.ltx import LTXTrainer
 
-TRAINERS = {name: kind for kind in (LTXTrainer, HunyuanVideoTrainer) for name in kind.tiny}
+TRAINERS = {name: kind for kind in (LTXTrainer, HunyuanVideoTrainer, CogVideoXTrainer) for name in kind.tiny}
 CHECKS = ["encoding", "oracle", "loss", "dropout", "gradients", "overfit", "runs"]
 
 

@@ -258,15 +258,15 @@ def test_condition_scales(make, pipes):
 
 
 def test_noisy_first_frames(make, pipes):
-    """Deviation exp(N(-3, 0.5)); a function of content, number and seed; the clean frame comes last."""
+    """Deviation exp(N(-3, 0.5)); a function of content and number, not of the seed; the clean frame comes last."""
     trainer = make("cogvideox-1.5-i2v", condition_variants=3)
     frame = (videos(1)[0, :, :1] * 127.5).round() / 127.5
     first = trainer.first_frames(frame)
     assert first.shape == (4, 3, 1, HEIGHT, WIDTH) and torch.equal(first[-1], frame)
     assert torch.equal(first, trainer.first_frames(frame))
     assert torch.equal(first[:2], make("cogvideox-1.5-i2v", condition_variants=2).first_frames(frame)[:2])
-    unlike = [trainer.first_frames(frame.flip(0)), make("cogvideox-1.5-i2v", train__seed=7).first_frames(frame)]
-    noises = [made[0] - made[-1] for made in [first, first[1:], *unlike]]
+    assert torch.equal(first, make("cogvideox-1.5-i2v", condition_variants=3, train__seed=7).first_frames(frame))
+    noises = [made[0] - made[-1] for made in [first, first[1:], trainer.first_frames(frame.flip(0))]]
     for i, noise in enumerate(noises):
         assert all((noise - other).abs().max() > 0.01 for other in noises[:i])
     trainer.config.condition_variants = 1
@@ -278,19 +278,18 @@ def test_noisy_first_frames(make, pipes):
     trainer.config.condition_variants = 3
     one, two = (encoded(trainer, pipe, clips)["condition"] for _ in range(2))
     assert one.shape == (2, 4, 32, 4, 6) and torch.equal(one, two)
-    keys = [make("cogvideox-1.5-i2v", **changes).video_facts() for changes in ({}, {"train__seed": 7})]
-    keys += [trainer.video_facts(), make("cogvideox-1.5").video_facts()]
-    assert keys[3] == {} and len({json.dumps(key) for key in keys}) == 4
+    keys = [make("cogvideox-1.5-i2v").video_facts(), trainer.video_facts(), make("cogvideox-1.5").video_facts()]
+    assert keys[2] == {} and len({json.dumps(key) for key in keys}) == 3
 
 
 def test_cache_knows_the_condition(make, tmp_path, capsys):
-    """Clips are encoded anew for another number of variants or another seed, and not for another scale or dropout."""
+    """Clips are encoded anew for another number of variants, not for another scale, dropout or seed."""
     changes = {"data__cache_dir": tmp_path / "cache", "condition_variants": 1}
     make("cogvideox-5b-i2v", stage="precompute", **changes).run()
     for other, lacking in (
         ({"condition_scale": "one", "condition_dropout": 0.5}, 0),
         ({"condition_variants": 2}, 5),
-        ({"train__seed": 7}, 5),
+        ({"train__seed": 7}, 0),
     ):
         capsys.readouterr()
         make("cogvideox-5b-i2v", "plan", stage="plan", **(changes | other)).run()

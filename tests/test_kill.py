@@ -101,26 +101,26 @@ def test_precompute_killed_again_and_again_goes_on(tiny_ltx, clips, tmp_path, st
 
 @pytest.mark.slow
 def test_the_real_script_killed_while_it_encodes(tiny_ltx, tmp_path, stored):
-    """12 clips, 13 captions; SIGKILL from outside once clips are being encoded."""
+    """30 clips, 31 captions; SIGKILL from outside once clips are being encoded."""
     data = tmp_path / "clips"
     data.mkdir()
-    for i in range(12):
+    for i in range(30):
         runs.write_clip(data / f"{i}.mp4", 9, 64, 96, 24, seed=i)
         (data / f"{i}.txt").write_text(f"a cat number {i}")
     cache = tmp_path / "run" / "cache"
     words = runs.options(tiny_ltx, data, tmp_path / "run", stage="precompute", data__buckets="9x64x96")
     process = subprocess.Popen([sys.executable, "train_ltx.py", *words], cwd=ROOT, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while len(Cache(cache).keys()) < 14 and process.poll() is None and time.monotonic() < deadline:
+    while len(Cache(cache).keys()) < 33 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
     process.kill()
     assert process.wait(60) == -signal.SIGKILL
     have = entries(cache)
-    assert 14 <= len(have) < 25
+    assert 33 <= len(have) < 61
     made = precompute(tiny_ltx, data, cache, data__buckets="9x64x96")
-    assert len(stored) == len(set(stored)) == 25 - len(have)
+    assert len(stored) == len(set(stored)) == 61 - len(have)
     assert entries(cache).items() >= have.items()
-    assert made.encoders.missing() == {"captions": (0, 13), "clips": (0, 12)}
+    assert made.encoders.missing() == {"captions": (0, 31), "clips": (0, 30)}
 
 
 # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ FILES += ("pytorch_lora_weights_comfyui.safetensors", "trainer_state.json")
 
 def train(model, clips, root: Path, **changes):
     """Six steps with a checkpoint every two; the cache is shared."""
-    given = dict(train__steps=6, checkpoint__every=2, data__cache_dir=root.parent / "cache", **changes)
+    given = dict(train__steps=6, checkpoint__every=2, data__cache_dir=root.parent / "cache") | changes
     return runs.run(model, clips, root, **given)
 
 
@@ -213,6 +213,16 @@ def test_killed_while_it_saves_it_goes_on_from_the_last_whole_checkpoint(death, 
     assert not list(root.glob(".*"))  # nothing half-made is left
     last, published = (p / publish.LORA for p in (root / "checkpoint-6", root))
     assert published.read_bytes() == last.read_bytes()
+
+
+def test_what_a_killed_run_left_half_written_is_removed(tiny_ltx, clips, unbroken):
+    """Also where no later checkpoint has the same number."""
+    root = unbroken[0] / "left"
+    killed(die_in_training, "before the rename", tiny_ltx, clips, root)
+    assert (root / ".checkpoint-4.partial").is_dir()
+    train(tiny_ltx, clips, root, checkpoint__resume="latest", checkpoint__every=3)
+    assert [p.name for p in checkpoints.numbered(root)] == ["checkpoint-6", "checkpoint-3", "checkpoint-2"]
+    assert not list(root.glob(".*"))
 
 
 def die_in_prune(moment: str, model, clips, root: Path) -> None:

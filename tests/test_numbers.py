@@ -328,3 +328,22 @@ def test_the_logged_loss_is_the_mean_over_ranks_too(tiny_ltx, clips, cache, tmp_
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-6)
     mine = [sum(loss for step, _, loss in ranks[0][1] if step == n) / 2 for n in range(4)]
     assert mine != pytest.approx(expected, rel=1e-3)
+
+
+def test_the_gradient_scalers_overflow_is_no_fault():
+    """With fp16 a step whose gradients overflow is left out by the scaler; one that never ends is a fault, and so is a
+    loss that is not finite."""
+    from types import SimpleNamespace
+
+    from trainers.pulse import SCALER_TRIES, Pulse
+
+    def go_on(scaler, loss: float, norm: float, times: int = 1) -> bool:
+        pulse = Pulse(SimpleNamespace(scaler=scaler, gather=lambda rows: rows))
+        for _ in range(times):
+            pulse.send([torch.tensor([loss])], torch.tensor(norm), 0)
+            last = pulse.read()[2]
+        return last
+
+    assert go_on(object(), 1.0, torch.inf) and not go_on(None, 1.0, torch.inf)
+    assert go_on(object(), 1.0, torch.nan, SCALER_TRIES) and not go_on(object(), 1.0, torch.nan, SCALER_TRIES + 1)
+    assert not go_on(object(), torch.nan, 1.0)

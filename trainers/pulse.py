@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+SCALER_TRIES = 30  # 2**-30 times its first scale of 65536 is past all that fp16 can hold
+
 
 class NonFiniteStep(ArithmeticError):
     """A loss or gradient norm that is NaN or infinite; the message names the step and its samples."""
@@ -28,6 +30,7 @@ class Pulse:
 
     def __init__(self, accelerator):
         self.accelerator, self.pending, self.stop = accelerator, False, 0
+        self.overflows = 0  # in a row
 
     def send(self, losses: list[Tensor], norm: Tensor, stop: int) -> None:
         """`losses`: one [B] per micro-step; `stop`: 0, or why this rank wants to stop."""
@@ -42,13 +45,17 @@ class Pulse:
         self.pending = True
 
     def read(self) -> tuple[float, float, bool]:
-        """(mean loss over the ranks, gradient norm, are both finite); sets `stop`."""
+        """(mean loss over the ranks, gradient norm, whether the run may go on: both finite); sets `stop`."""
         if self.arrived:
             self.arrived.synchronize()
         self.pending = False
         loss, norm, stop = self.rows[:, 0].mean().item(), self.rows[:, 1].max().item(), self.rows[:, 2].max().item()
         self.stop = int(stop)
-        return loss, norm, bool(self.rows[:, :2].isfinite().all())
+        finite = math.isfinite(norm)
+        self.overflows = 0 if finite else self.overflows + 1
+        # fp16's gradient scaler leaves such a step out and halves its scale; only if that never ends it is a fault.
+        finite = finite or (self.accelerator.scaler is not None and self.overflows <= SCALER_TRIES)
+        return loss, norm, finite and bool(self.rows[:, 0].isfinite().all())
 
     def refuse(self, step: int, samples: list[str]) -> None:
         """Raises NonFiniteStep, naming those of the step's samples (by slot) whose own loss is not finite, else all.
