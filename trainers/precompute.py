@@ -261,7 +261,7 @@ class Encoders:
         from tqdm import tqdm
 
         accelerator, data = self.trainer.accelerator, self.config.data
-        while True:  # until nobody finds a gap: another launch that fills the same cache may shift the shares
+        for _ in range(8):  # until nobody finds a gap: another launch that fills the same cache may shift the shares
             waiting = [item for item in items if item.key not in self.cache]
             accelerator.wait_for_everyone()  # all ranks look before any of them writes
             if not accelerator.reduce(torch.tensor(len(waiting), device=accelerator.device), "sum").item():
@@ -274,6 +274,11 @@ class Encoders:
             ) as bar:
                 fill(self.cache, mine, encode, data.encode_batch_size, read, data.num_workers, lambda _: bar.update())
             accelerator.wait_for_everyone()
+        else:
+            raise PlanError(
+                f"data.cache_dir {self.cache.root}: encodings vanish after they are written; is it shared by all "
+                "machines, and does nothing delete files there?"
+            )
         self.free()
 
     def require(self) -> None:
