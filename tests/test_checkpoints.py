@@ -105,6 +105,16 @@ def test_latest_passes_over_what_is_not_whole_and_says_why(go_on, four, tmp_path
     runs.assert_same_outcome(four, root)
 
 
+@pytest.mark.parametrize("name", ["optimizer.bin", "trainable.safetensors"])
+def test_damage_that_keeps_the_size_is_named(name, go_on, tmp_path):
+    file = tmp_path / "run" / "checkpoint-8" / "state" / name
+    file.write_bytes(b"\0" * 200 + file.read_bytes()[200:])
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-8: its state is damaged \(\w+\); name an earlier checkpoint"
+    ):
+        go_on(train__steps=10)
+
+
 def test_a_missing_file_is_noticed_too(go_on, tmp_path, capsys):
     (tmp_path / "run" / "checkpoint-8" / "state" / "random_states_0.pkl").unlink()
     go_on()

@@ -77,12 +77,10 @@ def test_a_signal_saves_and_the_same_command_ends_equal(tiny_ltx, clips, cache, 
     step = int(saved.name.removeprefix("checkpoint-"))
     assert 4 <= step < STEPS and checkpoints.problem(saved) is None
     assert "Traceback" not in output
-    assert f"{number.name}: saving at the next step boundary" in output
+    assert output.count(f"{number.name}: saving at the next step boundary") == 1  # workers leave it to the trainer
     assert f"stopped at step {step} of {STEPS} by {number.name}; run the same command" in output
     assert not (root / "pytorch_lora_weights.safetensors").exists()  # not the result of the whole run
     assert len(runs.metrics(root)) == step
-    first = [path.read_bytes() for path in sorted(saved.rglob("*")) if path.is_file()]
-    assert first
 
     again = script(*command)
     output, _ = again.communicate(timeout=120)
@@ -130,13 +128,12 @@ def test_a_signal_in_the_last_step_lets_the_run_end(tiny_ltx, clips, cache, tmp_
     assert (root / "pytorch_lora_weights.safetensors").exists()
 
 
-@pytest.mark.parametrize("hours", [1e-9])
-def test_max_hours_saves_and_stops_with_exit_code_0(tiny_ltx, clips, cache, tmp_path, capsys, hours):
+def test_max_hours_saves_and_stops_with_exit_code_0(tiny_ltx, clips, cache, tmp_path, capsys):
     root = tmp_path / "run"
     options = {"train__steps": 5, "checkpoint__resume": "latest", "data__cache_dir": cache}
     for step in (1, 2):  # each of these runs takes one step
         with pytest.raises(SystemExit) as stop:
-            runs.run(tiny_ltx, clips, root, **options, train__max_hours=hours)
+            runs.run(tiny_ltx, clips, root, **options, train__max_hours=1e-9)
         assert stop.value.code == 0
         assert checkpoints.find("latest", root)[0] == root / f"checkpoint-{step}"
         assert f"stopped at step {step} of 5 by train.max_hours" in capsys.readouterr().out

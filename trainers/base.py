@@ -6,8 +6,10 @@ import signal
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from data.batches import MicroBatches, Schedule, collate
@@ -233,7 +235,12 @@ class Trainer(Contract):
 
     def restore(self, folder: Path, saved: dict) -> None:
         """Weights, optimizer and step of a checkpoint that fits this run."""
-        self.accelerator.load_state(str(folder / "state"))
+        try:
+            self.accelerator.load_state(str(folder / "state"))
+        except (OSError, RuntimeError, EOFError, KeyError, UnpicklingError, SafetensorError) as error:
+            raise checkpoints.CheckpointError(
+                f"{folder}: its state is damaged ({type(error).__name__}); name an earlier checkpoint with checkpoint.resume"
+            ) from error
         optimizers.apply_options(self.optimizer, self.config.optimizer)
         self.accelerator.step = 0  # its count of micro-steps; a step boundary is where ours restart
         self.step, self.saved = saved["step"], folder

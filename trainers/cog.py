@@ -74,16 +74,6 @@ class CogVideoXTrainer(Trainer):
 
     # -- what the folder says ---------------------------------------------------------------------------------------
 
-    @cached_property
-    def net(self) -> SimpleNamespace:
-        """The transformer's config."""
-        return self.pretrained.settings("transformer")
-
-    @cached_property
-    def vae(self) -> SimpleNamespace:
-        """The VAE's config."""
-        return self.pretrained.settings("vae")
-
     @property
     def from_image(self) -> bool:
         return self.pretrained.pipeline_name == "CogVideoXImageToVideoPipeline"

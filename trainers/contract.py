@@ -1,6 +1,8 @@
 """What a model is asked, and what it may use to answer. trainers/base.py asks; trainers/<model>.py answers."""
 
 from abc import ABC, abstractmethod
+from functools import cached_property
+from types import SimpleNamespace
 from typing import ClassVar
 
 import torch
@@ -81,6 +83,16 @@ class Contract(ABC):
     @abstractmethod
     def loss(self, batch: Batch) -> Tensor:
         """Per-sample loss [B] float32 of self.model. The only place that draws noise and time and calls the network."""
+
+    @cached_property
+    def net(self) -> SimpleNamespace:
+        """The transformer's config, with its class's defaults for what an older file lacks."""
+        return self.pretrained.settings("transformer")
+
+    @cached_property
+    def vae(self) -> SimpleNamespace:
+        """The VAE's config, likewise."""
+        return self.pretrained.settings("vae")
 
     # -- what a subclass may also say ---------------------------------------------------------------------------------
 

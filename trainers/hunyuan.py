@@ -12,9 +12,7 @@ Letters: B batch, C channels, f h w latent frames and sides, L text tokens, D wi
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from inspect import signature
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -57,16 +55,6 @@ class HunyuanVideoTrainer(Trainer):
     repeated_blocks = ["HunyuanVideoTokenReplaceTransformerBlock", "HunyuanVideoTokenReplaceSingleTransformerBlock"]
 
     # -- what the folder says -----------------------------------------------------------------------------------------
-
-    @cached_property
-    def net(self) -> SimpleNamespace:
-        """The transformer's config."""
-        return self.pretrained.settings("transformer")
-
-    @cached_property
-    def vae(self) -> SimpleNamespace:
-        """The VAE's config."""
-        return self.pretrained.settings("vae")
 
     @property
     def kind(self) -> str | None:

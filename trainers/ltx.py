@@ -62,10 +62,12 @@ class LTXTrainer(Trainer):
     @property
     def compression(self) -> tuple[int, int]:
         """(temporal, spatial) size of a latent in frames and pixels, as AutoencoderKLLTXVideo has it."""
-        c = self.pretrained.component_config("vae")
-        steps = 2 ** sum(c["spatio_temporal_scaling"])
-        time, space = c.get("temporal_compression_ratio"), c.get("spatial_compression_ratio")
-        return time or c["patch_size_t"] * steps, space or c["patch_size"] * steps
+        c = self.vae
+        steps = 2 ** sum(c.spatio_temporal_scaling)
+        return (
+            c.temporal_compression_ratio or c.patch_size_t * steps,
+            c.spatial_compression_ratio or c.patch_size * steps,
+        )
 
     def size_rules(self) -> tuple[tuple[int, int], int]:
         time, space = self.compression

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from data.video import HashMemo, UnreadableClip, content_sha256, probe
 from trainers import objectives
 from trainers.config import DEFAULT_STEPS, Config
 
+DISTILLED = re.compile("distil|turbo|lightning|fasthunyuan", re.IGNORECASE)  # all that tells them is their names
 KEPT_AT_LEAST = 0.6  # share of a picture that its bucket keeps, below which the plan says so
 
 
@@ -176,6 +178,11 @@ def report(plan: Plan, trainer, missing: dict[str, tuple[int, int]], global_batc
         lines.append(
             f"warning: data.caption_technique is {c.data.caption_technique}, but this model was pre-trained with "
             f"{trainer.pretrained_caption_technique}"
+        )
+    if fewer := [name for name in trainer.pretrained.names if DISTILLED.search(name)]:
+        lines.append(
+            f"warning: {fewer[0]} looks distilled to few steps, which training on real noise levels undoes: train the "
+            "model that it was distilled from, and use the result with it"
         )
     b = plan.most_used
     lines += ["", *histogram(c.noise, trainer.noise_shift(trainer.tokens(b.frames, b.height, b.width)))]

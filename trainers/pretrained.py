@@ -28,19 +28,32 @@ class Pretrained:
         """The pipeline folder with model_index.json and the configs; for a single file that of model_config."""
         c = self.config
         found = load.resolve(c.model, c.model_revision, c.model_variant, names=())
-        if found.is_dir():
-            return found
-        if not c.model_config:
+        if found.is_file():
+            if not c.model_config:
+                raise load.ModelError(
+                    f"model {c.model}: a single file needs model_config, the pipeline folder or Hub id with its "
+                    "configs, text encoder and tokenizer"
+                )
+            found = load.resolve(c.model_config, names=())
+        kind, parts = load.pipeline_class(found, self.allowed), load.model_index(found)
+        parts = [name for name, part in parts.items() if isinstance(part, list) and part[0]]
+        if unknown := [name for name in c.components if name not in parts]:
             raise load.ModelError(
-                f"model {c.model}: a single file needs model_config, the pipeline folder or Hub id with its configs, "
-                "text encoder and tokenizer"
+                f"components.{', components.'.join(unknown)}: {kind} has no such component; it has {', '.join(parts)}"
             )
-        return load.resolve(c.model_config, names=())
+        return found
 
     @cached_property
     def pipeline_name(self) -> str:
         """The pipeline class that the folder names, one of the allowed."""
         return load.pipeline_class(self.folder, self.allowed)
+
+    @property
+    def names(self) -> list[str]:
+        """What the weights of the transformer are called: last parts of Hub ids and paths, the name they were saved by."""
+        own = self.config.components.get("transformer")
+        saved = self.component_config("transformer").get("_name_or_path")
+        return [Path(name).name for name in (self.config.model, own and own.id, saved) if name]
 
     @property
     def pipeline_type(self) -> type:
@@ -62,11 +75,14 @@ class Pretrained:
     def component_config(self, name: str) -> dict:
         """The config of a component, its override's if it has one."""
         where = load.locate(self.folder, name, self.config.components.get(name), weights=False)
-        return load.component_config(where.parent, where.name)
+        config, wanted = load.component_config(where.parent, where.name), load.model_index(self.folder)[name][1]
+        # Of schedulers some published folders name two: that of model_index.json counts.
+        if name != "scheduler" and config.get("_class_name", wanted) != wanted:
+            raise load.ModelError(f"{where}: this is a {config['_class_name']}, and the pipeline needs a {wanted}")
+        return config
 
     def settings(self, name: str) -> SimpleNamespace:
         """The config of a diffusers component, with its class's defaults for the keys that an older file lacks."""
-        load.pipeline_class(self.folder, self.allowed)  # a folder of another model is told as that
         kind = self.type_named(load.model_index(self.folder)[name][1])
         parameters = inspect.signature(kind.__init__).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
