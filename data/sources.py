@@ -18,6 +18,7 @@ from data.video import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 
 LISTS = ("videos.txt", "metadata.csv", "metadata.jsonl")
 CAPTION_COLUMNS = ("caption", "text", "prompt")
+ALLOW = "set allow_empty_captions of its entry in data.train"
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ def read_source(source: Source) -> tuple[list[Row], list[str]]:
     if not root.exists():
         root = Path(os.path.expanduser(source.path.strip()))  # a blank pasted along with the path
     if not root.exists():
-        return [], [f"{source.path}: no such file or folder (tried {root.absolute()})"]
+        tried = "" if root.is_absolute() else f" (tried {root.absolute()})"
+        return [], [f"{source.path}: no such file or folder{tried}"]
     problems: list[str] = []
     entries = list(_entries(root, source, problems))
     if not entries and not problems:
@@ -155,7 +157,7 @@ def _pairs(root: Path, files: list[Path], source: Source, problems: list[str]) -
             if source.allow_empty_captions:
                 yield clip, "", clip.relative_to(root).as_posix()
             else:
-                problems.append(f"{clip}: no caption: write {clip.stem}.txt beside it, or set allow_empty_captions")
+                problems.append(f"{clip}: no caption: write {clip.stem}.txt beside it, or {ALLOW}")
             continue
         owner = owners.setdefault(pair(clip), clip)
         if owner is not clip:
@@ -321,7 +323,7 @@ def _drop_blank_end(lines: list[str], keep: int) -> None:
 
 def _caption_ok(caption: str, where: str, source: Source, problems: list[str]) -> bool:
     if not caption.strip() and not source.allow_empty_captions:
-        problems.append(f"{where}: the caption is empty: write one, or set allow_empty_captions")
+        problems.append(f"{where}: the caption is empty: write one, or {ALLOW}")
         return False
     try:
         caption.encode("utf-8")

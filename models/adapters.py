@@ -72,15 +72,7 @@ def attach(net: nn.Module, options: LoraOptions, default_targets: Sequence[str],
     New weights depend on `seed` alone, so every rank has the same; torch's generators are left as they were. Raises
     ValueError for patterns that match nothing and for what peft cannot do.
     """
-    kinds = ADAPTABLE.get(options.type, ADAPTABLE["lora"])
-    candidates = [name for name, module in net.named_modules() if isinstance(module, kinds)]
-    matched = _matching(candidates, options.targets or default_targets, "lora.targets", _module_matches)
-    excluded = _matching(matched, options.exclude, "lora.exclude", _module_matches) if options.exclude else []
-    targets = [name for name in matched if name not in set(excluded)]
-    if not targets:
-        raise AdapterError("lora.exclude leaves nothing of lora.targets to train")
-    also = _matching(list(_by_own_name(net)), options.also_train, "lora.also_train", _parameter_matches)
-
+    candidates, targets, also = choose(net, options, default_targets)
     net.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # peft makes new weights on the CPU and moves them afterwards
@@ -90,6 +82,27 @@ def attach(net: nn.Module, options: LoraOptions, default_targets: Sequence[str],
     for name in also:
         own[name].requires_grad_(True)
     return _report(net, targets, also)
+
+
+def choose(
+    net: nn.Module, options: LoraOptions, default_targets: Sequence[str]
+) -> tuple[list[str], list[str], list[str]]:
+    """(modules that could be adapted, those that are, parameters that train beside them); needs no weights.
+
+    Raises AdapterError for patterns that match nothing.
+    """
+    kinds = ADAPTABLE.get(options.type, ADAPTABLE["lora"])
+    candidates = [name for name, module in net.named_modules() if isinstance(module, kinds)]
+    matched = _matching(candidates, options.targets or default_targets, "lora.targets", _module_matches)
+    excluded = _matching(matched, options.exclude, "lora.exclude", _module_matches) if options.exclude else []
+    targets = [name for name in matched if name not in set(excluded)]
+    if not targets:
+        raise AdapterError("lora.exclude leaves nothing of lora.targets to train")
+    return (
+        candidates,
+        targets,
+        _matching(list(_by_own_name(net)), options.also_train, "lora.also_train", _parameter_matches),
+    )
 
 
 def select(net: nn.Module, patterns: Sequence[str] = ()) -> Report:

@@ -186,8 +186,8 @@ def _hub_folder(model: str, revision: str | None, patterns: Sequence[str], what:
     except errors.LocalEntryNotFoundError as error:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hub cannot be reached"
         raise ModelError(
-            f"{at}: {why} and {what} is not in the cache ({constants.HF_HUB_CACHE}). There is no folder of that name "
-            f"here either. On a machine with a network: {_download_command(model, revision, patterns)}"
+            f"{at}: {why}, and {what} cannot be found in the cache ({constants.HF_HUB_CACHE}). There is no folder of "
+            f"that name here either. On a machine with a network: {_download_command(model, revision, patterns)}"
         ) from error
     except (OSError, errors.HFValidationError) as error:
         raise ModelError(f"{at}: the download failed: {error}") from error
@@ -372,11 +372,9 @@ def _from_folder(kind: type, folder: Path, dtype: torch.dtype, variant: str | No
     saved = _read_json(folder / "config.json").get("_class_name", kind.__name__)
     if saved != kind.__name__:
         raise ModelError(f"{folder / 'config.json'}: this is a {saved}, and the pipeline needs a {kind.__name__}")
-    keyword = "torch_dtype"
     if kind.__module__.startswith("transformers."):
         from transformers.utils import logging
 
-        keyword = "dtype"
         logging.disable_progress_bar()  # one per rank, and it would run into ours
     module, report = kind.from_pretrained(
         folder,
@@ -384,7 +382,7 @@ def _from_folder(kind: type, folder: Path, dtype: torch.dtype, variant: str | No
         use_safetensors=True,
         local_files_only=True,
         output_loading_info=True,
-        **{keyword: dtype},
+        dtype=dtype,
     )
     if missing := sorted(report["missing_keys"]):  # they would be random numbers
         raise ModelError(f"{folder}: no weights for {', '.join(missing[:3])} ({len(missing)} in all)")
@@ -396,7 +394,7 @@ def _from_single_file(kind: type, file: Path, name: str, dtype: torch.dtype, con
         raise ModelError(f"{file}: diffusers cannot read a {kind.__name__} from a single file; use a pipeline folder")
     try:
         module = kind.from_single_file(
-            str(file), config=str(config), subfolder=name, torch_dtype=dtype, local_files_only=True
+            str(file), config=str(config), subfolder=name, dtype=dtype, local_files_only=True
         )
     except NotImplementedError as error:  # a parameter stayed without data, on the meta device
         raise ModelError(

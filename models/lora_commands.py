@@ -52,6 +52,7 @@ def convert(path: Path, to: str, model: str | None = None, out: Path | None = No
             lora_files.save_diffusers(fresh, file.state, file.scales)
         if lost := _effect_differs(file, lora_files.read(fresh, names)):
             raise AdapterError(f"{lost} would not come back from the converted file")
+        lora_files.share(fresh)
         fresh.rename(out)
     except AdapterError as error:
         raise AdapterError(f"{file.path}: {error}") from error
@@ -215,6 +216,7 @@ def _merge_file(source: Path, target: Path, file: AdapterFile, modules: dict[str
             if not torch.isfinite(state[name]).all():
                 raise AdapterError(f"{file.path}: {module} merged into {before.dtype} is not finite")
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, target, metadata=metadata)
+    lora_files.share(target)
     with _opened(target) as opened:
         if wrong := [name for name, tensor in state.items() if not torch.equal(opened.get_tensor(name), tensor)]:
             raise AdapterError(f"{target}: {wrong[0]} was not written as it should be ({len(wrong)} in all)")

@@ -364,6 +364,11 @@ def _strip(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {key.removeprefix(f"{prefix}."): tensor for key, tensor in state.items()}
 
 
+def share(file: Path) -> None:
+    """Gives a file the permissions of its folder: safetensors makes it readable for its owner alone."""
+    file.chmod(file.parent.stat().st_mode & 0o666)
+
+
 def _file(path: Path) -> Path:
     if path.is_file():
         return path
@@ -374,7 +379,8 @@ def _file(path: Path) -> Path:
             return path / name
     singles = sorted(path.glob("*.safetensors"))
     if len(singles) != 1:
-        raise AdapterError(f"{path}: holds no {DIFFUSERS_FILE}; give the file itself ({len(singles)} there)")
+        there = ", ".join(file.name for file in singles[:4]) or "there is no .safetensors file in it"
+        raise AdapterError(f"{path}: holds no {DIFFUSERS_FILE}; give the file itself ({there})")
     return singles[0]
 
 

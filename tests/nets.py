@@ -5,11 +5,13 @@ from types import SimpleNamespace
 import torch
 
 from models import adapters, lora_files
+from runs import LORA
 
-MAIN, COMFY = "pytorch_lora_weights.safetensors", "pytorch_lora_weights_comfyui.safetensors"
+MAIN, COMFY = LORA, "pytorch_lora_weights_comfyui.safetensors"
 WIDTH = 20  # of the tiny HunyuanVideo
 BLOCKS = r"(single_)?transformer_blocks\.\d+\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
 EVERYTHING = r".*(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out|linear(_[12])?|net\.(0\.proj|2)|proj(_in|_out|_mlp)?)"
+TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]  # of the LTX trainer
 QKV = [f"transformer_blocks.0.attn.to_{x}" for x in "qkv"]
 
 
@@ -41,10 +43,15 @@ def ltx():
     return LTXVideoTransformer3DModel(**config, cross_attention_dim=32, caption_channels=32).eval()
 
 
-def trained(net, targets, **given):
-    """`net` with an adapter whose numbers are as after training. Rank 4, alpha 8."""
-    default = dict(rank=4, alpha=8.0, targets=[targets], exclude=[], also_train=[], dropout=0.0, type="lora")
-    adapters.attach(net, SimpleNamespace(**(default | given)), [])
+def options(**given):
+    """Those of lora.*: rank 4, alpha 8, the targets left to the trainer."""
+    default = dict(rank=4, alpha=8.0, targets=[], exclude=[], also_train=[], dropout=0.0, type="lora")
+    return SimpleNamespace(**(default | given))
+
+
+def trained(net, *targets, **given):
+    """`net` with an adapter whose numbers are as after training: none zero."""
+    adapters.attach(net, options(**given), targets or TARGETS)
     g = torch.Generator().manual_seed(3)
     for parameter in adapters.trainable(net).values():
         parameter.data += 0.3 * torch.randn(parameter.shape, generator=g)
@@ -64,18 +71,24 @@ def call_hunyuan(net):
     )[0].detach()
 
 
-def call_ltx(net):
-    g = torch.Generator().manual_seed(1)
-    return net(
-        hidden_states=torch.randn(2, 12, 16, generator=g),
-        encoder_hidden_states=torch.randn(2, 7, 32, generator=g),
+def ltx_inputs(seed=1, dtype=torch.float32):
+    """Of two samples, for `ltx` and the transformer of the tiny pipelines."""
+    g = torch.Generator().manual_seed(seed)
+    return dict(
+        hidden_states=torch.randn(2, 12, 16, generator=g).to(dtype),
+        encoder_hidden_states=torch.randn(2, 7, 32, generator=g).to(dtype),
         timestep=torch.tensor([500.0, 20.5]),
         encoder_attention_mask=torch.ones(2, 7, dtype=torch.bool),
         num_frames=3,
         height=2,
         width=2,
+        rope_interpolation_scale=(0.32, 32, 32),
         return_dict=False,
-    )[0].detach()
+    )
+
+
+def call_ltx(net):
+    return net(**ltx_inputs())[0].detach()
 
 
 def hunyuan_pipeline(transformer):

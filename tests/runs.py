@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+LORA = "pytorch_lora_weights.safetensors"  # not ours to choose: diffusers and ComfyUI users know it by this name
 TINY = {
     "data.buckets": ["17x64x96", "9x96x64"],
     "data.num_workers": 0,
@@ -96,16 +97,24 @@ def metrics(output_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def losses(output_dir: Path) -> list[float]:
+    return [row["loss"] for row in metrics(output_dir)]
+
+
 def trained(of) -> torch.Tensor:
     """All trained numbers of a trainer in one vector."""
     return torch.cat([p.detach().flatten().float() for p in of.parameters])
 
 
-def forked(function, *arguments, world: int = 2, timeout: float = 120) -> list:
-    """function(*arguments) in `world` forked ranks that join over gloo; their results (JSON-able) by rank."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def forked(function, *arguments, world: int = 2, timeout: float = 120) -> list:
+    """function(*arguments) in `world` forked ranks that join over gloo; their results (JSON-able) by rank."""
+    port = free_port()
     context = multiprocessing.get_context("fork")
     pipes, ranks = [], []
     for rank in range(world):
@@ -180,6 +189,36 @@ def recorded(kind):
 
     Recorded.__name__ = kind.__name__
     return Recorded
+
+
+def fed(kind, **changes):
+    """The trainer class `kind`, which feeds its network changed keywords: name=what to make of the right value."""
+
+    class Fed(kind):
+        def loss(self, batch):
+            model = self.model
+            self.model = lambda **k: model(**(k | {name: change(k[name]) for name, change in changes.items()}))
+            try:
+                return super().loss(batch)
+            finally:
+                self.model = model
+
+    return Fed
+
+
+def flipped(kind):
+    """The trainer class `kind` with the sign of its target wrong."""
+
+    class FlippedSign(kind):
+        def loss(self, batch):
+            reduce = self.reduce
+            self.reduce = lambda prediction, target, *rest: reduce(prediction, -target, *rest)
+            try:
+                return super().loss(batch)
+            finally:
+                self.reduce = reduce
+
+    return FlippedSign
 
 
 @contextlib.contextmanager

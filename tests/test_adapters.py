@@ -1,21 +1,14 @@
 """What trains is exactly what was asked for, on the real (tiny) transformer."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from models import adapters, export, load
 from models.comfy_names import LTX
+from nets import TARGETS, ltx_inputs, options
 
-TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 TYPES = ["lora", "dora", "rslora", "lokr", "loha"]
-
-
-def options(**given):
-    default = dict(rank=4, alpha=8.0, targets=[], exclude=[], also_train=[], dropout=0.0, type="lora")
-    return SimpleNamespace(**(default | given))
 
 
 @pytest.fixture
@@ -24,18 +17,7 @@ def net(tiny_ltx):
 
 
 def call(net, seed=1):
-    g = torch.Generator().manual_seed(seed)
-    return net(
-        hidden_states=torch.randn(2, 12, 16, generator=g),
-        encoder_hidden_states=torch.randn(2, 7, 32, generator=g),
-        timestep=torch.tensor([500.0, 20.5]),
-        encoder_attention_mask=torch.ones(2, 7, dtype=torch.bool),
-        num_frames=3,
-        height=2,
-        width=2,
-        rope_interpolation_scale=(0.32, 32, 32),
-        return_dict=False,
-    )[0]
+    return net(**ltx_inputs(seed))[0]
 
 
 def train(net, steps=2):

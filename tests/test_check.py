@@ -1,12 +1,13 @@
 """The conformance kit holds for every trainer and variant, and sees planted faults, naming the member at fault."""
 
+import functools
 import re
 
 import pytest
 import torch
 
+import runs
 from models.latents import encode_moments
-from models.tiny import build
 from trainers import objectives
 from trainers.check import Kit, main
 from trainers.cog import CogVideoXTrainer
@@ -17,17 +18,10 @@ TRAINERS = {name: kind for kind in (LTXTrainer, HunyuanVideoTrainer, CogVideoXTr
 CHECKS = ["encoding", "oracle", "loss", "dropout", "gradients", "overfit", "runs"]
 
 
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory):
-    """Kit of a (possibly faulty) trainer on a tiny pipeline; folders are built once."""
-    folders = {}
-
-    def make(kind, name):
-        if name not in folders:
-            folders[name] = build(name, tmp_path_factory.mktemp("model") / name)
-        return Kit(kind, folders[name], tmp_path_factory.mktemp("kit"))
-
-    return make
+@pytest.fixture
+def kit(built, tmp_path):
+    """kit(a possibly faulty trainer, name of a tiny pipeline) -> its Kit."""
+    return lambda kind, name: Kit(kind, built(name), tmp_path)
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -41,29 +35,7 @@ def test_all_hold(kit, name):
 # -- planted faults: (name, tiny pipeline, faulty trainer, check that sees it, what it says) ---------------------------
 
 
-class FlippedSign(LTXTrainer):
-    def loss(self, batch):
-        reduce = self.reduce
-        self.reduce = lambda prediction, target, *rest: reduce(prediction, -target, *rest)
-        try:
-            return super().loss(batch)
-        finally:
-            self.reduce = reduce
-
-
-def fed(**changes):
-    """A trainer that feeds the network changed keywords."""
-
-    class Faulty(LTXTrainer):
-        def loss(self, batch):
-            model = self.model
-            self.model = lambda **k: model(**(k | {n: change(k[n]) for n, change in changes.items()}))
-            try:
-                return super().loss(batch)
-            finally:
-                self.model = model
-
-    return Faulty
+fed = functools.partial(runs.fed, LTXTrainer)
 
 
 class FixedRate(LTXTrainer):
@@ -146,7 +118,7 @@ class DeadTarget(LTXTrainer):
 
 
 FAULTS = {
-    "sign": ("ltx", FlippedSign, "oracle", "target's sign"),
+    "sign": ("ltx", runs.flipped(LTXTrainer), "oracle", "target's sign"),
     "timestep in 0..1": ("ltx", fed(timestep=lambda t: t / 1000), "oracle", "timestep"),
     "whole timesteps": ("ltx", fed(timestep=lambda t: t.long()), "oracle", "timestep"),
     "noised input": ("ltx", fed(hidden_states=lambda x: x + 0.01), "oracle", "loss: noising"),

@@ -20,36 +20,14 @@ from trainers.checkpoints import CheckpointError
 from trainers.ltx import LTXTrainer
 from trainers.publish import LORA
 
+pytestmark = pytest.mark.usefixtures("libraries")
+
 OPTIONS = {
     "train__steps": 8,
     "train__gradient_accumulation_steps": 2,
     "checkpoint__every": 2,
     "checkpoint__keep": 9,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def libraries():
-    with runs.libraries():
-        yield
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """One cache for all runs: encoding is not what these tests are about."""
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture
-def start(tiny_ltx, clips, cache, tmp_path):
-    """start(name of the run, options ...) -> the trainer after its run in tmp_path / name."""
-
-    def run(name: str, kind=LTXTrainer, model=tiny_ltx, **changes):
-        made = runs.trainer(kind, model, clips, tmp_path / name, **{"data__cache_dir": cache} | changes)
-        made.run()
-        return made
-
-    return run
 
 
 # -- choosing a checkpoint ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import runs
 from data.buckets import check_buckets
 from data.video import probe
-from models import latents, precision, tiny
+from models import latents, precision
 from models.load import ModelError
 from models.precision import PrecisionError
 from trainers.check import Kit
@@ -36,21 +36,6 @@ PUBLISHED = {
 ROOT = Path(__file__).parents[1]
 FRAMES, HEIGHT, WIDTH = 17, 32, 48  # the one size that the learned positions of 5b-i2v allow
 EDGES = [0, 10, 500, 998, 999]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("cog")
-    return {name: tiny.build(name, root / name) for name in NAMES}
-
-
-@pytest.fixture(scope="module")
-def pipes(folders):
-    """The pipelines as a user loads them; not to be changed."""
-    made = {name: DiffusionPipeline.from_pretrained(folder) for name, folder in folders.items()}
-    for pipe in made.values():
-        pipe.set_progress_bar_config(disable=True)
-    return made
 
 
 @pytest.fixture
@@ -334,16 +319,6 @@ def test_resume(folders, tmp_path):
     ]
 
 
-class FlippedSign(CogVideoXTrainer):
-    def loss(self, batch):
-        reduce = self.reduce
-        self.reduce = lambda prediction, target, *rest: reduce(prediction, -target, *rest)
-        try:
-            return super().loss(batch)
-        finally:
-            self.reduce = reduce
-
-
 class Sliced(CogVideoXTrainer):
     """The condition cut out of the clip's latents."""
 
@@ -401,24 +376,14 @@ class PaddedAtTheEnd(CogVideoXTrainer):
             self.model, self.reduce = model, reduce
 
 
-class ContinuousTime(CogVideoXTrainer):
-    def loss(self, batch):
-        model = self.model
-        self.model = lambda **k: model(**(k | {"timestep": k["timestep"] + 0.5}))
-        try:
-            return super().loss(batch)
-        finally:
-            self.model = model
-
-
 class ShortText(CogVideoXTrainer):
     def encode_text(self, pipe, captions, images=None):
         return {"text": pipe.encode_prompt(captions, do_classifier_free_guidance=False, max_sequence_length=224)[0]}
 
 
 FAULTS = {
-    "sign": ("cogvideox-2b", FlippedSign, "target's sign"),
-    "timesteps not whole": ("cogvideox-2b", ContinuousTime, "timestep"),
+    "sign": ("cogvideox-2b", runs.flipped(CogVideoXTrainer), "target's sign"),
+    "timesteps not whole": ("cogvideox-2b", runs.fed(CogVideoXTrainer, timestep=lambda t: t + 0.5), "timestep"),
     "224 text tokens": ("cogvideox-5b", ShortText, "encode_text"),
     "rope of the unpadded length": ("cogvideox-1.5", UnpaddedRope, "padded"),
     "rope of 1.5 in 1.0": ("cogvideox-5b", SliceRope, "image_rotary_emb"),
@@ -584,7 +549,7 @@ def answer(network, images: bool) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_run(make, folders, tmp_path, name, method):
+def test_run(make, folders, cache, tmp_path, name, method):
     """Trains with dropped captions, samples, exports; a plain pipeline gives what the trained network gives."""
     images, out = name in IMAGES, tmp_path / "run"
     Image.new("RGB", (60, 40), (90, 140, 20)).save(tmp_path / "first.png")
@@ -593,7 +558,7 @@ def test_run(make, folders, tmp_path, name, method):
     changes = {"method": method, "validation__prompts": tmp_path / "prompts.yaml", "data__caption_dropout": 0.5}
     changes |= {"optimizer__learning_rate": 1e-3} if method == "full" else {"lora__alpha": 12}
     changes["validation__at_start"] = method == "lora"
-    made = make(name, train__steps=6, **changes)
+    made = make(name, train__steps=6, data__cache_dir=cache, **changes)
     made.run()
     trained = answer(made.network.eval(), images)
 
@@ -631,9 +596,10 @@ def test_bf16_with_an_fp32_vae(make, tmp_path):
     assert made.pretrained.vae.dtype == torch.float32 and next(made.network.parameters()).dtype == torch.bfloat16
 
 
-def test_compiled_blocks(make):
+def test_compiled_blocks(make, cache):
     """The network does not say which of its blocks repeat; the trainer does."""
-    plain, compiled = make("cogvideox-5b"), make("cogvideox-5b", "compiled", memory__compile="blocks")
+    plain = make("cogvideox-5b", data__cache_dir=cache)
+    compiled = make("cogvideox-5b", "compiled", data__cache_dir=cache, memory__compile="blocks")
     compiled.config.memory.compile_backend = "eager"
     for trainer in (plain, compiled):
         trainer.run()

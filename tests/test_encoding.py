@@ -13,34 +13,16 @@ import pytest
 import torch
 
 import runs
-from caches import CLIPS, TEXTS, encoded, entries, precompute, watch
+from caches import CLIPS, TEXTS, encoded, entries, precompute
 from data.cache import Cache, NonFinite
 from data.video import read_frames
 from trainers.ltx import LTXTrainer
 from trainers.plan import PlanError
 from trainers.pretrained import Pretrained
 
+pytestmark = pytest.mark.usefixtures("libraries")
+
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def libraries():
-    with runs.libraries():
-        yield
-
-
-@pytest.fixture
-def log(monkeypatch):
-    return watch(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def filled(tiny_ltx, clips, tmp_path_factory) -> Path:
-    """The cache of an undisturbed precompute of `clips`."""
-    cache = tmp_path_factory.mktemp("filled") / "cache"
-    precompute(tiny_ltx, clips, cache)
-    assert len(entries(cache)) == TEXTS + CLIPS
-    return cache
 
 
 @pytest.fixture

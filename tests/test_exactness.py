@@ -18,13 +18,9 @@ import runs
 from trainers.ltx import LTXTrainer
 from trainers.plan import Text
 
+pytestmark = pytest.mark.usefixtures("libraries")
+
 FRAME = 6  # tokens of one latent frame at 64x96
-
-
-@pytest.fixture(scope="module", autouse=True)
-def libraries():
-    with runs.libraries():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +41,6 @@ def mixed(tmp_path_factory):
         Image.fromarray(pixels).resize((96, 64), Image.Resampling.BICUBIC).save(root / f"still_{i}.png")
         (root / f"still_{i}.txt").write_text(captions[i])
     return root
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """One cache for all runs that are not about encoding."""
-    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(params=["tiny_ltx", "tiny_ltx_condition"])
@@ -209,7 +199,7 @@ def test_accumulation_of_one_equals_a_batch_of_four(family, mixed, cache, tmp_pa
     assert_same_run(four, [facts(two)])
     for name in ("four", "one", "two"):  # the logged loss is the mean of the step's samples
         means = [np.mean([four["losses"][step, slot] for slot in range(4)]) for step in range(6)]
-        assert [row["loss"] for row in runs.metrics(tmp_path / name)] == pytest.approx(means, abs=1e-5)
+        assert runs.losses(tmp_path / name) == pytest.approx(means, abs=1e-5)
 
 
 def test_logged_loss_is_the_mean_over_the_window(tiny_ltx, mixed, cache, tmp_path):

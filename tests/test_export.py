@@ -8,39 +8,17 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import nets
 from models import adapters, export, load, lora_files
 from models.comfy_names import LTX
 from models.export import ExportError
+from nets import COMFY, MAIN, TARGETS, call_ltx
 
-TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
-MAIN, COMFY = "pytorch_lora_weights.safetensors", "pytorch_lora_weights_comfyui.safetensors"
 LORAS, LYCORIS = ["lora", "dora", "rslora"], ["lokr", "loha"]
 
 
-def call(net):
-    g = torch.Generator().manual_seed(1)
-    return net(
-        hidden_states=torch.randn(2, 12, 16, generator=g),
-        encoder_hidden_states=torch.randn(2, 7, 32, generator=g),
-        timestep=torch.tensor([500.0, 20.5]),
-        encoder_attention_mask=torch.ones(2, 7, dtype=torch.bool),
-        num_frames=3,
-        height=2,
-        width=2,
-        rope_interpolation_scale=(0.32, 32, 32),
-        return_dict=False,
-    )[0].detach()
-
-
 def trained(folder, **given):
-    """The tiny transformer with an adapter whose numbers are as after training: none zero. Rank 4, alpha 8."""
-    default = dict(rank=4, alpha=8.0, targets=[], exclude=[], also_train=[], dropout=0.0, type="lora")
-    net = load.load(folder, "transformer")
-    adapters.attach(net, SimpleNamespace(**(default | given)), TARGETS)
-    g = torch.Generator().manual_seed(3)
-    for parameter in adapters.trainable(net).values():
-        parameter.data += 0.3 * torch.randn(parameter.shape, generator=g)
-    return net
+    return nets.trained(load.load(folder, "transformer"), **given)
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +41,10 @@ def test_plain_diffusers_gives_the_trained_output(kind, tiny_ltx, pipeline_class
     net = trained(tiny_ltx, type=kind)
     both(pipeline_class, net, tmp_path)
     pipe = pipeline_class.from_pretrained(tiny_ltx)
-    base = call(pipe.transformer)
+    base = call_ltx(pipe.transformer)
     pipe.load_lora_weights(tmp_path)
-    torch.testing.assert_close(call(pipe.transformer), call(net), rtol=0, atol=0)
-    assert not torch.allclose(base, call(net), atol=1e-2)
+    torch.testing.assert_close(call_ltx(pipe.transformer), call_ltx(net), rtol=0, atol=0)
+    assert not torch.allclose(base, call_ltx(net), atol=1e-2)
 
 
 @pytest.mark.parametrize("kind", LYCORIS)
@@ -77,7 +55,7 @@ def test_peft_gives_the_trained_output(kind, tiny_ltx, pipeline_class, tmp_path)
     both(pipeline_class, net, tmp_path)
     assert not (tmp_path / MAIN).exists()
     base = load.load(tiny_ltx, "transformer")
-    torch.testing.assert_close(call(PeftModel.from_pretrained(base, tmp_path)), call(net), rtol=0, atol=0)
+    torch.testing.assert_close(call_ltx(PeftModel.from_pretrained(base, tmp_path)), call_ltx(net), rtol=0, atol=0)
 
 
 def test_condition_pipeline_reads_it_too(tiny_ltx_condition, tmp_path):
@@ -87,7 +65,7 @@ def test_condition_pipeline_reads_it_too(tiny_ltx_condition, tmp_path):
     both(LTXConditionPipeline, net, tmp_path)
     pipe = LTXConditionPipeline.from_pretrained(tiny_ltx_condition)
     pipe.load_lora_weights(tmp_path)
-    assert torch.equal(call(pipe.transformer), call(net))
+    assert torch.equal(call_ltx(pipe.transformer), call_ltx(net))
 
 
 def test_key_names_written_down(tiny_ltx, pipeline_class, tmp_path):
@@ -129,7 +107,7 @@ def test_also_trained_parameters_have_their_own_file(tiny_ltx, pipeline_class, t
     assert "transformer_blocks.0.attn1.to_q.bias" in also and len(also) == 9
     assert pipe.transformer.load_state_dict(also, strict=False).unexpected_keys == []
     pipe.load_lora_weights(tmp_path, weight_name=MAIN)
-    assert torch.equal(call(pipe.transformer), call(net))
+    assert torch.equal(call_ltx(pipe.transformer), call_ltx(net))
 
 
 # -- ComfyUI ---------------------------------------------------------------------------------------------------------
@@ -298,7 +276,7 @@ def test_transformer_folder_loads_and_the_live_one_stays(dtype, full_net, tmp_pa
     export.save_transformer(full_net, tmp_path, dtype)
     export.verify_transformer(tmp_path, full_net, dtype)
     assert all(p.dtype == torch.float32 and torch.equal(p, before[k]) for k, p in full_net.state_dict().items())
-    loaded = LTXVideoTransformer3DModel.from_pretrained(tmp_path, torch_dtype=dtype)
+    loaded = LTXVideoTransformer3DModel.from_pretrained(tmp_path, dtype=dtype)
     expected = full_net.to(dtype).state_dict()
     assert loaded.config.num_layers == 2
     assert loaded.state_dict().keys() == expected.keys()
@@ -312,7 +290,7 @@ def test_shards_and_a_gathered_state(full_net, tmp_path):
     export.save_transformer(full_net, tmp_path, torch.bfloat16, full, max_shard_size="50KB")
     export.verify_transformer(tmp_path, full_net, torch.bfloat16, full)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1 and list(tmp_path.glob("*.index.json"))
-    loaded = LTXVideoTransformer3DModel.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
+    loaded = LTXVideoTransformer3DModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert all(torch.equal(v, full[k].bfloat16()) for k, v in loaded.state_dict().items())
 
 

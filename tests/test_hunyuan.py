@@ -1,5 +1,6 @@
 """HunyuanVideo: what the conformance kit (tests/test_check.py) cannot know of it, and its own pitfalls planted."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -14,7 +15,7 @@ import runs
 from data.batches import collate
 from data.buckets import check_buckets
 from data.video import read_frames
-from models import latents, load, memory, precision, tiny
+from models import latents, load, memory, precision
 from models.load import ModelError
 from trainers import plan
 from trainers.check import Kit
@@ -30,21 +31,6 @@ NAMES = ["hunyuan", "hunyuan-i2v", "hunyuan-i2v-concat"]
 IMAGES = NAMES[1:]
 SIZES = {"data__buckets": ["9x32x48", "5x48x32"]}
 LONG = "the cat and the dog dance on a monkey " * 60  # cut at 256 tokens, and at CLIP's 77
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("hunyuan")
-    return {name: tiny.build(name, root / name) for name in NAMES}
-
-
-@pytest.fixture(scope="module")
-def pipes(folders):
-    """The pipelines as a user loads them; their progress bars are silent."""
-    made = {name: DiffusionPipeline.from_pretrained(folder) for name, folder in folders.items()}
-    for pipe in made.values():
-        pipe.set_progress_bar_config(disable=True)
-    return made
 
 
 @pytest.fixture
@@ -400,14 +386,13 @@ def test_every_repeated_block_is_compiled(make, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_run_samples_and_its_lora_loads(make, folders, name, tmp_path):
+def test_a_run_samples_and_its_lora_loads(make, folders, cache, name, tmp_path):
     picture().save(tmp_path / "first.png")
     image = ", image: first.png" if name != "hunyuan" else ""
     path = tmp_path / "prompts.yaml"
     path.write_text(f"- {{prompt: a cat, steps: 2, frames: 9, height: 32, width: 48{image}}}\n")
-    trainer = make(
-        name, data__caption_dropout=0.5, validation__prompts=path, train__batch_size=2, lora__alpha=8, train__steps=3
-    )
+    options = {"data__caption_dropout": 0.5, "validation__prompts": path, "train__batch_size": 2, "lora__alpha": 8}
+    trainer = make(name, data__cache_dir=cache, train__steps=3, **options)
     trainer.run()
     frames = 5 if name == "hunyuan-i2v-concat" else 9
     for step in ("000000", "000003"):
@@ -429,10 +414,10 @@ def test_a_run_samples_and_its_lora_loads(make, folders, name, tmp_path):
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_full_training_and_encoding_on_the_fly(make, folders, name, tmp_path):
+def test_full_training_and_encoding_on_the_fly(make, folders, cache, name, tmp_path):
     """precompute: off sees the same batches as the cache, and the transformer loads in the plain pipeline."""
     options = {"method": "full", "train__steps": 2, "optimizer__learning_rate": 1e-3, "data__caption_dropout": 0.5}
-    first = make(name, "disk", **options)
+    first = make(name, "disk", data__cache_dir=cache, **options)
     first.run()
     second = make(name, "off", data__precompute="off", **options)
     second.run()
@@ -451,17 +436,7 @@ def test_full_training_and_encoding_on_the_fly(make, folders, name, tmp_path):
 # -- planted faults: the kit sees them and names the member -----------------------------------------------------------
 
 
-def fed(name, change):
-    class Faulty(HunyuanVideoTrainer):
-        def loss(self, batch):
-            model = self.model
-            self.model = lambda **k: model(**(k | {name: change(k[name])}))
-            try:
-                return super().loss(batch)
-            finally:
-                self.model = model
-
-    return Faulty
+fed = functools.partial(runs.fed, HunyuanVideoTrainer)
 
 
 class Sliced(HunyuanVideoTrainer):
@@ -495,22 +470,22 @@ class NotScaled(HunyuanVideoTrainer):
 
 START = "hidden_states differ from the start"
 FAULTS = {
-    "guidance without x1000": ("hunyuan", fed("guidance", lambda g: g / 1000), "guidance differs"),
-    "whole timesteps": ("hunyuan", fed("timestep", lambda t: t.long().float()), "timestep differs"),
-    "mask of ones": ("hunyuan", fed("encoder_attention_mask", torch.ones_like), "encoder_attention_mask differs"),
+    "guidance without x1000": ("hunyuan", fed(guidance=lambda g: g / 1000), "guidance differs"),
+    "whole timesteps": ("hunyuan", fed(timestep=lambda t: t.long().float()), "timestep differs"),
+    "mask of ones": ("hunyuan", fed(encoder_attention_mask=torch.ones_like), "encoder_attention_mask differs"),
     "last layer": ("hunyuan", LastLayer, "encoder_hidden_states differs"),
     "not scaled": ("hunyuan", NotScaled, "normalisation"),
     "condition sliced": ("hunyuan-i2v", Sliced, START),
     "first frame noised": (
         "hunyuan-i2v",
-        fed("hidden_states", lambda x: x * 1.01),
+        fed(hidden_states=lambda x: x * 1.01),
         START,
     ),
     "other image tokens": ("hunyuan-i2v", Interleave, "encoder_hidden_states differs"),
-    "guidance embedded": ("hunyuan-i2v-concat", fed("guidance", lambda g: torch.ones(1)), "guidance differs"),
+    "guidance embedded": ("hunyuan-i2v-concat", fed(guidance=lambda g: torch.ones(1)), "guidance differs"),
     "mask channel first": (
         "hunyuan-i2v-concat",
-        fed("hidden_states", lambda x: x.roll(1, dims=1)),
+        fed(hidden_states=lambda x: x.roll(1, dims=1)),
         START,
     ),
 }

@@ -19,14 +19,10 @@ from models import export
 from runs import die, killed
 from trainers import checkpoints, publish
 
+pytestmark = pytest.mark.usefixtures("libraries")
+
 ROOT = Path(__file__).parents[1]
 ENTRIES = TEXTS + CLIPS
-
-
-@pytest.fixture(scope="module", autouse=True)
-def libraries():
-    with runs.libraries():
-        yield
 
 
 @pytest.fixture
@@ -140,7 +136,7 @@ def unbroken(tiny_ltx, clips, tmp_path_factory):
     """(the folder that holds runs and their cache, trained numbers and metrics of an unbroken run)."""
     root = tmp_path_factory.mktemp("runs") / "unbroken"
     made = train(tiny_ltx, clips, root)
-    return root.parent, runs.trained(made), [row["loss"] for row in runs.metrics(root)]
+    return root.parent, runs.trained(made), runs.losses(root)
 
 
 def half_a_file(call, content, file):
@@ -208,7 +204,7 @@ def test_killed_while_it_saves_it_goes_on_from_the_last_whole_checkpoint(death, 
 
     made = train(tiny_ltx, clips, root, checkpoint__resume="latest")
     assert torch.equal(runs.trained(made), weights)
-    assert [row["loss"] for row in runs.metrics(root)] == losses
+    assert runs.losses(root) == losses
     assert [p.name for p in checkpoints.numbered(root)] == ["checkpoint-6", "checkpoint-4", "checkpoint-2"]
     assert not list(root.glob(".*"))  # nothing half-made is left
     last, published = (p / publish.LORA for p in (root / "checkpoint-6", root))

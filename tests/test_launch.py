@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,19 +16,13 @@ from safetensors.torch import load_file
 import runs
 from data.buckets import check_buckets
 from models import precision
+from runs import LORA, free_port
 from trainers import checkpoints, launch, optimizers
 from trainers.config import OptionError
 from trainers.ltx import LTXConfig, LTXTrainer
 from trainers.parsing import parse
 
 ROOT = Path(__file__).parents[1]
-LORA = "pytorch_lora_weights.safetensors"
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def accelerate(config: str, *more: str) -> list[str]:

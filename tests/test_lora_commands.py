@@ -95,6 +95,14 @@ def test_converted_file_keeps_each_rank_and_alpha(tmp_path, capsys):
     assert read.scales["transformer_blocks.1.attn.to_add_out"] == 2 and read.scales["proj_out"] == 1
 
 
+def test_the_file_may_be_read_by_whom_the_folder_may(tmp_path, capsys):
+    """safetensors writes with mode 600; ComfyUI often runs as another user."""
+    file = saved(tmp_path, trained(ltx(), r".*attn2\.to_q"), "LTXPipeline", LTX)
+    tmp_path.chmod(0o755)
+    assert run(capsys, "convert", file, "--to", "comfyui", "--out", tmp_path / "new.safetensors")[0] == 0
+    assert (tmp_path / "new.safetensors").stat().st_mode & 0o777 == 0o644
+
+
 def test_convert_finds_the_model_and_names_the_file(tmp_path, capsys):
     file = saved(tmp_path, trained(ltx(), r".*(attn2\.to_q|proj_in)"), "LTXPipeline", LTX)
     (tmp_path / COMFY).unlink()
@@ -180,7 +188,7 @@ def test_merged_transformer_gives_the_output_of_base_and_adapter(kind, dtype, tm
     words = ["merge", tmp_path / "lora", "--base", tmp_path / "base", "--out", tmp_path / "merged"]
     code, out = run(capsys, *words)
     assert code == 0 and out.startswith(f"{tmp_path / 'merged'}: 14 of 14 adapted weights changed, ")
-    merged = LTXVideoTransformer3DModel.from_pretrained(tmp_path / "merged", torch_dtype=dtype)
+    merged = LTXVideoTransformer3DModel.from_pretrained(tmp_path / "merged", dtype=dtype)
     assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 1
     before, after = base.state_dict(), merged.state_dict()
     adapted = {f"{module}.weight" for module in adapters.scales(net)}

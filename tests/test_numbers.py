@@ -14,46 +14,20 @@ from data.batches import Schedule
 from models import memory
 from models.adapters import AdapterError
 from models.precision import PrecisionError
-from runs import forked
+from runs import LORA, forked, losses
 from trainers import checkpoints
 from trainers.config import OptionError
 from trainers.ltx import LTXTrainer
 from trainers.pulse import NonFiniteStep
 
+pytestmark = pytest.mark.usefixtures("libraries")
+
 BASE = "transformer/diffusion_pytorch_model.safetensors"
-LORA = "pytorch_lora_weights.safetensors"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def libraries():
-    with runs.libraries():
-        yield
 
 
 @pytest.fixture(scope="module")
-def cache(tiny_ltx, clips, tmp_path_factory) -> Path:
-    """Shared by all runs here, in each precision encoded once."""
-    folder = tmp_path_factory.mktemp("numbers") / "cache"
-    for weights in ("fp32", "bf16"):
-        out = folder.parent / weights
-        runs.run(tiny_ltx, clips, out, stage="precompute", data__cache_dir=folder, precision__weights=weights)
-    return folder
-
-
-@pytest.fixture
-def train(tiny_ltx, clips, cache, tmp_path):
-    """train(name of the run, options ...) -> the trainer after the run."""
-
-    def run(name: str = "run", kind=LTXTrainer, **changes):
-        made = runs.trainer(kind, tiny_ltx, clips, tmp_path / name, **({"data__cache_dir": cache} | changes))
-        made.run()
-        return made
-
-    return run
-
-
-def losses(root: Path) -> list[float]:
-    return [row["loss"] for row in runs.metrics(root)]
+def cache(encoded_cache) -> Path:
+    return encoded_cache
 
 
 # -- NaN ----------------------------------------------------------------------------------------------------------
@@ -85,12 +59,12 @@ def poison(path: Path) -> bytes:
 
 @pytest.mark.parametrize(("batch", "accumulation", "log_every"), [(1, 1, 1), (1, 1, 100), (2, 1, 1), (1, 2, 100)])
 def test_nan_latents_stop_the_run_and_name_the_clip(
-    batch, accumulation, log_every, tiny_ltx, clips, cache, tmp_path, train
+    batch, accumulation, log_every, tiny_ltx, clips, cache, tmp_path, start
 ):
     changes = dict(train__batch_size=batch, train__gradient_accumulation_steps=accumulation, train__steps=4)
     changes |= dict(checkpoint__every=1, data__cache_dir=shutil.copytree(cache, tmp_path / "cache"))
-    healthy_weights = runs.trained(train("healthy", **changes))
-    planned = train("plan", stage="plan", **changes)
+    healthy_weights = runs.trained(start("healthy", **changes))
+    planned = start("plan", stage="plan", **changes)
     step = 2 if batch * accumulation == 1 else 1
     clip, others = first_clip_of(step, planned, batch * accumulation)
     entry = planned.encoders.cache._path(planned.encoders.video_key(clip))
@@ -113,13 +87,13 @@ def test_nan_latents_stop_the_run_and_name_the_clip(
     assert len(runs.metrics(root)) == (step if log_every == 1 else 0)
 
     entry.write_bytes(healthy)
-    again = train("run", checkpoint__resume="latest", train__log_every=log_every, **changes)
+    again = start("run", checkpoint__resume="latest", train__log_every=log_every, **changes)
     assert again.step == 4 and torch.equal(runs.trained(again), healthy_weights)
 
 
-def test_nan_ends_the_script_with_one_message(tiny_ltx, clips, cache, tmp_path, train):
+def test_nan_ends_the_script_with_one_message(tiny_ltx, clips, cache, tmp_path, start):
     changes = dict(data__cache_dir=shutil.copytree(cache, tmp_path / "cache"))
-    planned = train("plan", stage="plan", **changes)
+    planned = start("plan", stage="plan", **changes)
     clip, _ = first_clip_of(0, planned, 1)
     poison(planned.encoders.cache._path(planned.encoders.video_key(clip)))
     with pytest.raises(SystemExit) as error:
@@ -142,21 +116,21 @@ def test_a_learning_rate_of_a_million(method, tiny_ltx, clips, cache, tmp_path):
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.0])
-def test_an_infinite_gradient_alone_is_seen_too(clip, train, tmp_path):
+def test_an_infinite_gradient_alone_is_seen_too(clip, start, tmp_path):
     class Steep(LTXTrainer):
         def build(self):
             super().build()
             self.parameters[3].register_hook(lambda g: g * float("inf") if self.step == 2 else g)
 
     with pytest.raises(NonFiniteStep) as error:
-        train(kind=Steep, train__batch_size=2, optimizer__max_grad_norm=clip, checkpoint__every=1)
+        start(kind=Steep, train__batch_size=2, optimizer__max_grad_norm=clip, checkpoint__every=1)
     found = re.match(r"step 3: loss ([\d.]+), gradient norm (inf|nan)\. Its samples:\n", str(error.value))
     assert found and float(found[1]) > 0
     assert len(re.findall(r"\S+\.mp4", str(error.value))) == 2
     assert checkpoints.numbered(tmp_path / "run")[0].name == "checkpoint-2"
 
 
-def test_a_bad_network_is_not_sampled(train, tmp_path):
+def test_a_bad_network_is_not_sampled(start, tmp_path):
     """A step that is neither logged nor saved, but validated."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a cat\n")
@@ -166,7 +140,7 @@ def test_a_bad_network_is_not_sampled(train, tmp_path):
             return super().loss(batch) * (float("nan") if self.step == 1 else 1)
 
     with pytest.raises(NonFiniteStep, match=r"^step 2: "):
-        train(
+        start(
             kind=Bad, validation__prompts=prompts, validation__every=2, validation__at_start=False, train__log_every=9
         )
     assert not (tmp_path / "run" / "samples").exists()
@@ -219,8 +193,8 @@ def test_fp16_of_the_launcher_is_refused_with_both_values(tiny_ltx, clips, tmp_p
         runs.trainer(LTXTrainer, tiny_ltx, clips, tmp_path / "run", precision__weights="bf16")
 
 
-def test_fp32_adapters_over_bf16_weights(train, tiny_ltx, tmp_path):
-    made = train(precision__weights="bf16", train__steps=3)
+def test_fp32_adapters_over_bf16_weights(start, tiny_ltx, tmp_path):
+    made = start(precision__weights="bf16", train__steps=3)
     kinds = {p.requires_grad: set() for p in made.network.parameters()}
     for p in made.network.parameters():
         kinds[p.requires_grad].add(p.dtype)
@@ -237,10 +211,10 @@ def test_fp32_adapters_over_bf16_weights(train, tiny_ltx, tmp_path):
     assert all(torch.equal(p, base[name].bfloat16()) for name, p in frozen.items())
 
 
-def test_full_fine_tune_keeps_fp32_masters_and_exports_bf16(train, tiny_ltx, tmp_path):
+def test_full_fine_tune_keeps_fp32_masters_and_exports_bf16(start, tiny_ltx, tmp_path):
     from diffusers import LTXVideoTransformer3DModel
 
-    made = train(method="full", precision__weights="bf16", train__steps=3, optimizer__learning_rate=1e-4)
+    made = start(method="full", precision__weights="bf16", train__steps=3, optimizer__learning_rate=1e-4)
     master = dict(made.network.named_parameters())
     assert {p.dtype for p in master.values()} == {torch.float32}
     base = load_file(tiny_ltx / BASE)
@@ -250,7 +224,7 @@ def test_full_fine_tune_keeps_fp32_masters_and_exports_bf16(train, tiny_ltx, tmp
     assert sum((p != p.bfloat16().float()).float().mean().item() for p in master.values()) / len(master) > 0.9
     folder = tmp_path / "run" / "transformer"
     assert {v.dtype for v in load_file(folder / Path(BASE).name).values()} == {torch.bfloat16}
-    loaded = LTXVideoTransformer3DModel.from_pretrained(folder, torch_dtype=torch.bfloat16)
+    loaded = LTXVideoTransformer3DModel.from_pretrained(folder, dtype=torch.bfloat16)
     assert all(torch.equal(p, master[name].bfloat16()) for name, p in loaded.named_parameters())
     saved = load_file(tmp_path / "run" / "checkpoint-3" / "state" / "trainable.safetensors")
     assert all(torch.equal(saved[name], p) for name, p in master.items())
@@ -276,9 +250,9 @@ class Watched(LTXTrainer):
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_checkpointing_gives_every_gradient_and_the_same(method, train):
-    kept = train("none", kind=Watched, memory__checkpointing="none", method=method, train__steps=3)
-    again = train("blocks", kind=Watched, memory__checkpointing="blocks", method=method, train__steps=3)
+def test_checkpointing_gives_every_gradient_and_the_same(method, start):
+    kept = start("none", kind=Watched, memory__checkpointing="none", method=method, train__steps=3)
+    again = start("blocks", kind=Watched, memory__checkpointing="blocks", method=method, train__steps=3)
     assert again.network.is_gradient_checkpointing and not kept.network.is_gradient_checkpointing
     assert losses(kept.output_dir) == losses(again.output_dir)
     trainable = {n for n, p in kept.network.named_parameters() if p.requires_grad}
@@ -288,7 +262,7 @@ def test_checkpointing_gives_every_gradient_and_the_same(method, train):
     assert all(again.gradients[2][name].abs().max() > 0 for name in trainable)
 
 
-def test_parameters_without_a_gradient_are_refused(train, monkeypatch):
+def test_parameters_without_a_gradient_are_refused(start, monkeypatch):
     """The old trap: reentrant checkpointing of frozen inputs cuts the blocks, with their adapters, off the graph."""
     from torch.utils.checkpoint import checkpoint
 
@@ -297,14 +271,14 @@ def test_parameters_without_a_gradient_are_refused(train, monkeypatch):
 
     monkeypatch.setattr(memory, "checkpoint_blocks", reentrant)
     with pytest.raises(AdapterError, match=r"32 of 34 trained parameters got no gradient.*transformer_blocks\.0"):
-        train(lora__also_train="proj_out")
+        start(lora__also_train="proj_out")
 
 
 @pytest.mark.parametrize("log_every", [1, 2])
-def test_the_logged_loss_is_the_mean_of_all_samples(log_every, train):
+def test_the_logged_loss_is_the_mean_of_all_samples(log_every, start):
     """Over rows, micro-steps and the steps between two lines; not multiplied or divided by anything."""
     changes = dict(train__batch_size=2, train__gradient_accumulation_steps=3, train__log_every=log_every)
-    made = train(kind=runs.recorded(LTXTrainer), **changes)
+    made = start(kind=runs.recorded(LTXTrainer), **changes)
     assert len(made.records) == 4 * 6
     steps = [sum(loss for step, _, loss in made.records if step == n) / 6 for n in range(4)]
     expected = [sum(steps[n : n + log_every]) / log_every for n in range(0, 4, log_every)]

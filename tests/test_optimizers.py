@@ -84,12 +84,6 @@ SCHEDULES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """One cache for all runs: encoding is not what these tests are about."""
-    return tmp_path_factory.mktemp("cache")
-
-
 def rates_of_a_run(model, clips, output_dir, **changes) -> tuple[int, list[float], list[float]]:
     """(processes, rates at the optimizer's steps, rates in metrics.jsonl) of 10 steps."""
     used = []
@@ -177,7 +171,7 @@ def check_resume(whole, rest) -> None:
     assert rest.step == whole.step == 20
     assert torch.equal(runs.trained(whole), runs.trained(rest))
     assert runs.same(whole.optimizer.optimizer.state_dict(), rest.optimizer.optimizer.state_dict())
-    losses = [[row["loss"] for row in runs.metrics(made.output_dir)] for made in (whole, rest)]
+    losses = [runs.losses(made.output_dir) for made in (whole, rest)]
     assert len(losses[0]) == 20 and losses[0][10:] == losses[1]
 
 

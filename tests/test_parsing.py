@@ -355,6 +355,12 @@ def test_scripts_end_with_code_2_and_no_traceback(capsys, monkeypatch):
 # -- help and docs ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["allow_empty_captions", "data.allow_empty_captions", "data.train.repeats"])
+def test_what_belongs_to_a_source_is_told_so(name):
+    with pytest.raises(OptionError, match=rf'--{name} belongs to an entry of data.train: .*"{name.split(".")[-1]}"'):
+        parse(OwnConfig, [f"--{name}", "true"])
+
+
 def test_help_names_every_option_with_its_help_and_default(capsys):
     with pytest.raises(SystemExit) as stop:
         read_options(OwnConfig, ["--lora.rank", "x", "--help"], description="launch me like this")

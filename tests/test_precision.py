@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import nets
 from models import adapters, load, memory, precision
-
-TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 
 
 def config(**given):
@@ -42,27 +41,15 @@ def test_what_is_refused_and_what_is_not():
 
 
 def gradients(net):
-    g = torch.Generator().manual_seed(1)
     with torch.autocast("cpu", torch.bfloat16):
-        out = net(
-            hidden_states=torch.randn(2, 12, 16, generator=g).bfloat16(),
-            encoder_hidden_states=torch.randn(2, 7, 32, generator=g).bfloat16(),
-            timestep=torch.tensor([500.0, 20.5]),
-            encoder_attention_mask=torch.ones(2, 7, dtype=torch.bool),
-            num_frames=3,
-            height=2,
-            width=2,
-            rope_interpolation_scale=(0.32, 32, 32),
-            return_dict=False,
-        )[0]
+        out = net(**nets.ltx_inputs(dtype=torch.bfloat16))[0]
     out.float().square().mean().backward()
     return {name: p.grad for name, p in adapters.trainable(net).items()}
 
 
 def lora_net(folder, kind="lora", also_train=()):
     net = load.load(folder, "transformer", torch.bfloat16)
-    options = dict(rank=4, alpha=8.0, targets=[], exclude=[], also_train=list(also_train), dropout=0.0, type=kind)
-    adapters.attach(net, SimpleNamespace(**options), TARGETS)
+    adapters.attach(net, nets.options(also_train=list(also_train), type=kind), nets.TARGETS)
     adapters.cast_trainable(net, torch.float32)
     g = torch.Generator().manual_seed(3)
     for name, parameter in adapters.trainable(net).items():

@@ -7,21 +7,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import runs
-from caches import CLIPS, TEXTS, encoded, entries, precompute, watch
+from caches import CLIPS, TEXTS, encoded, entries, precompute
 from data.cache import Cache
 from trainers.ltx import LTXTrainer
 from trainers.precompute import code_digest
 
-
-@pytest.fixture(scope="module", autouse=True)
-def libraries():
-    with runs.libraries():
-        yield
-
-
-@pytest.fixture
-def log(monkeypatch):
-    return watch(monkeypatch)
+pytestmark = pytest.mark.usefixtures("libraries")
 
 
 def write(folder: Path, **captions: str) -> Path:
@@ -31,15 +22,6 @@ def write(folder: Path, **captions: str) -> Path:
         runs.write_clip(folder / f"{name}.mp4", 9, 64, 96, 24, seed=seed)
         (folder / f"{name}.txt").write_text(caption)
     return folder
-
-
-@pytest.fixture(scope="module")
-def filled(tiny_ltx, clips, tmp_path_factory) -> Path:
-    """The cache of an undisturbed precompute of `clips`."""
-    cache = tmp_path_factory.mktemp("filled") / "cache"
-    precompute(tiny_ltx, clips, cache)
-    assert len(entries(cache)) == TEXTS + CLIPS
-    return cache
 
 
 @pytest.fixture

@@ -19,9 +19,12 @@ from safetensors.torch import load_file
 
 import runs
 from data.sources import Source
+from runs import LORA
 from trainers.config import OptionError, options
 from trainers.ltx import LTXConfig, LTXTrainer
 from trainers.parsing import parse
+
+pytestmark = pytest.mark.usefixtures("libraries")
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -31,7 +34,6 @@ FOREIGN = {"config", "config_file", "num_processes", "signal", "help", "to", "ba
 TRAINERS = runs.trainers_by_name()
 OPTIONS = {name: kind.Config for kind in TRAINERS.values() for name, _ in options(kind.Config())}
 SECTIONS = {name.split(".")[0] for name in OPTIONS if "." in name}
-LORA = "pytorch_lora_weights.safetensors"
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -57,12 +59,6 @@ def launched(command: str) -> tuple[type, list[str]]:
 
 
 ALL = [pytest.param(page, command, id=f"{page.stem}: {command[:60]}") for page in PAGES for command in commands(page)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def libraries():
-    with runs.libraries():
-        yield
 
 
 # -- commands -----------------------------------------------------------------------------------------------------

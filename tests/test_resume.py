@@ -1,5 +1,6 @@
 """A resumed run is the unbroken one, bit for bit; what cannot be resumed says why; stops lose nothing."""
 
+import functools
 import hashlib
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from trainers import checkpoints
 from trainers.checkpoints import CheckpointError
 from trainers.ltx import LTXTrainer
 from trainers.publish import LORA
+
+pytestmark = pytest.mark.usefixtures("libraries")
 
 # Two buckets (5 and 2 clips), global batches of 2: an epoch is 3.5 steps, so 5 is mid-epoch and 7 the end of one.
 PLAIN = {
@@ -46,28 +49,10 @@ class Seen(runs.recorded(LTXTrainer)):
 Seen.__name__ = LTXTrainer.__name__
 
 
-@pytest.fixture(scope="module", autouse=True)
-def libraries():
-    with runs.libraries():
-        yield
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """One cache for all runs: encoding is not what these tests are about."""
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture
-def start(tiny_ltx, clips, cache, tmp_path):
-    """start(name of the run, options ...) -> the trainer after its run in tmp_path / name."""
-
-    def run(name: str, kind=Seen, model=tiny_ltx, **changes):
-        made = runs.trainer(kind, model, clips, tmp_path / name, **{"data__cache_dir": cache} | changes)
-        made.run()
-        return made
-
-    return run
+def start(start):
+    """start(name of the run, options ...), of a `Seen` unless told otherwise."""
+    return functools.partial(start, kind=Seen)
 
 
 # -- the same bits -----------------------------------------------------------------------------------------------------

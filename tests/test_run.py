@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 
 import runs
 from data.video import probe
+from nets import call_ltx
 from trainers import validation
 from trainers.config import OptionError
 
@@ -28,24 +29,6 @@ def prompts(tmp_path):
     return tmp_path / "prompts.yaml"
 
 
-def network_inputs(seed: int = 0) -> dict:
-    draw = torch.Generator().manual_seed(seed)
-    return {
-        "hidden_states": torch.randn(1, 12, 16, generator=draw),
-        "encoder_hidden_states": torch.randn(1, 5, 32, generator=draw),
-        "encoder_attention_mask": torch.ones(1, 5),
-        "timestep": torch.tensor([500.0]),
-        "num_frames": 2,
-        "height": 2,
-        "width": 3,
-    }
-
-
-@torch.no_grad()
-def answer(network) -> torch.Tensor:
-    return network(**network_inputs(), return_dict=False)[0]
-
-
 @pytest.mark.parametrize("family", ["ltx", "condition"])
 def test_lora(tiny_ltx, tiny_ltx_condition, clips, tmp_path, prompts, family, monkeypatch):
     """The exported LoRA, alpha unlike rank, gives in a plain pipeline what the trained network gives."""
@@ -55,12 +38,12 @@ def test_lora(tiny_ltx, tiny_ltx_condition, clips, tmp_path, prompts, family, mo
     out = tmp_path / "run"
     changes = dict(validation__prompts=prompts, validation__from_export=True, lora__alpha=12, train__steps=6)
     made = runs.run(model, clips, out, **changes)
-    trained = answer(made.network.eval())
+    trained = call_ltx(made.network.eval())
 
     pipe = DiffusionPipeline.from_pretrained(model)
-    assert (answer(pipe.transformer) - trained).abs().max() > 1e-3
+    assert (call_ltx(pipe.transformer) - trained).abs().max() > 1e-3
     pipe.load_lora_weights(out)
-    torch.testing.assert_close(answer(pipe.transformer), trained, rtol=0, atol=1e-6)
+    torch.testing.assert_close(call_ltx(pipe.transformer), trained, rtol=0, atol=1e-6)
 
     names = {p.name for p in (out / "samples" / "step-000006").iterdir()}
     assert len(names) == 4 and {p.name for p in (out / "samples" / "from_export").iterdir()} == names
@@ -83,7 +66,7 @@ def test_full(tiny_ltx, clips, tmp_path):
     out = tmp_path / "run"
     made = runs.run(tiny_ltx, clips, out, method="full", optimizer__learning_rate=1e-3)
     loaded = LTXVideoTransformer3DModel.from_pretrained(out, subfolder="transformer")
-    torch.testing.assert_close(answer(loaded), answer(made.network.eval()), rtol=0, atol=1e-6)
+    torch.testing.assert_close(call_ltx(loaded), call_ltx(made.network.eval()), rtol=0, atol=1e-6)
     base = LTXVideoTransformer3DModel.from_pretrained(tiny_ltx, subfolder="transformer").state_dict()
     same = [k for k, v in loaded.state_dict().items() if torch.equal(v, base[k])]
     assert same == []  # every parameter moved

@@ -13,6 +13,8 @@ import runs
 from trainers import checkpoints
 from trainers.ltx import LTXTrainer
 
+pytestmark = pytest.mark.usefixtures("libraries")
+
 ROOT = Path(__file__).parents[1]
 STEPS = 150
 OPTIONS = {
@@ -22,18 +24,6 @@ OPTIONS = {
     "checkpoint__resume": "latest",
     "checkpoint__keep": 1,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def libraries():
-    with runs.libraries():
-        yield
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """One cache for all runs: encoding is not what these tests are about."""
-    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="module")

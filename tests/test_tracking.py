@@ -231,6 +231,17 @@ def test_tensorboard_numbers_and_contact_sheets_read_back(tmp_path):
     assert (image.step, image.height, image.width) == (10, 32, 8 * 48)
 
 
+def test_tensorboard_forgets_the_run_that_was_overwritten(tmp_path):
+    for length in (30, 10):
+        config = Options(str(tmp_path), ["tensorboard"])
+        tracker = Tracker(accelerator(tmp_path, "tensorboard"), config, steps=length)
+        for step in range(10, length + 1, 10):
+            tracker.log(step, {"loss": float(length)})
+        tracker.finish()
+        time.sleep(1.1)  # its files are ordered by their second
+    assert [(e.step, e.value) for e in events(tmp_path).Scalars("loss")] == [(10, 10.0)]
+
+
 def test_contact_sheet_is_in_order_and_spans_the_clip(tmp_path):
     sheet = contact_sheet(clip(tmp_path), frames=3)
     assert sheet.shape == (32, 3 * 48, 3)

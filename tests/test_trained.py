@@ -9,43 +9,17 @@ import torch
 from safetensors.torch import load_file
 
 import runs
-from runs import forked
+from runs import LORA, forked, losses
 from trainers.ltx import LTXTrainer
 
+pytestmark = pytest.mark.usefixtures("libraries")
+
 BASE = "transformer/diffusion_pytorch_model.safetensors"
-LORA = "pytorch_lora_weights.safetensors"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def libraries():
-    with runs.libraries():
-        yield
 
 
 @pytest.fixture(scope="module")
-def cache(tiny_ltx, clips, tmp_path_factory) -> Path:
-    """Shared by all runs here, in each precision encoded once."""
-    folder = tmp_path_factory.mktemp("numbers") / "cache"
-    for weights in ("fp32", "bf16"):
-        out = folder.parent / weights
-        runs.run(tiny_ltx, clips, out, stage="precompute", data__cache_dir=folder, precision__weights=weights)
-    return folder
-
-
-@pytest.fixture
-def train(tiny_ltx, clips, cache, tmp_path):
-    """train(name of the run, options ...) -> the trainer after the run."""
-
-    def run(name: str = "run", kind=LTXTrainer, **changes):
-        made = runs.trainer(kind, tiny_ltx, clips, tmp_path / name, **({"data__cache_dir": cache} | changes))
-        made.run()
-        return made
-
-    return run
-
-
-def losses(root: Path) -> list[float]:
-    return [row["loss"] for row in runs.metrics(root)]
+def cache(encoded_cache) -> Path:
+    return encoded_cache
 
 
 # -- fp8 storage --------------------------------------------------------------------------------------------------
@@ -53,7 +27,7 @@ def losses(root: Path) -> list[float]:
 FP8 = dict(precision__storage="fp8", precision__weights="bf16")
 
 
-def test_fp8_storage_through_a_whole_run(train, tmp_path, tiny_ltx, clips, cache):
+def test_fp8_storage_through_a_whole_run(start, tmp_path, tiny_ltx, clips, cache):
     from diffusers import LTXPipeline
 
     words = runs.options(tiny_ltx, clips, tmp_path / "run", data__cache_dir=cache, train__steps=80)
@@ -63,7 +37,7 @@ def test_fp8_storage_through_a_whole_run(train, tmp_path, tiny_ltx, clips, cache
     assert sum(seen[-20:]) < 0.93 * sum(seen[:20])
     saved = load_file(tmp_path / "run" / LORA)
     assert {v.dtype for v in saved.values()} == {torch.float32}  # the adapter alone, in full precision
-    pipe = LTXPipeline.from_pretrained(tiny_ltx, torch_dtype=torch.float32)
+    pipe = LTXPipeline.from_pretrained(tiny_ltx, dtype=torch.float32)
     pipe.load_lora_weights(tmp_path / "run")
     loaded = {n: p for n, p in pipe.transformer.named_parameters() if ".lora_" in n}
     assert len(loaded) == len(saved) == 32
@@ -71,8 +45,8 @@ def test_fp8_storage_through_a_whole_run(train, tmp_path, tiny_ltx, clips, cache
         assert torch.equal(p, saved[f"transformer.{name.replace('.default_0', '')}"])
 
 
-def test_fp8_storage_never_holds_adapters_or_norms(train, tmp_path):
-    made = train(train__steps=2, lora__also_train="proj_out", **FP8)
+def test_fp8_storage_never_holds_adapters_or_norms(start, tmp_path):
+    made = start(train__steps=2, lora__also_train="proj_out", **FP8)
     kinds = {name: p.dtype for name, p in made.network.named_parameters()}
     fp8 = {name for name, kind in kinds.items() if kind == torch.float8_e4m3fn}
     assert len([n for n in fp8 if ".to_q.base_layer.weight" in n]) == 4  # two blocks, two attentions
@@ -85,11 +59,11 @@ def test_fp8_storage_never_holds_adapters_or_norms(train, tmp_path):
     assert len(saved) == 34 and {v.dtype for v in saved.values()} == {torch.float32}
 
 
-def test_fp8_storage_resumes_exactly(train):
-    whole = train("whole", **FP8)
+def test_fp8_storage_resumes_exactly(start):
+    whole = start("whole", **FP8)
     with pytest.raises(runs.Interrupted):
-        train("parts", kind=runs.interrupted(LTXTrainer, 2), checkpoint__every=2, **FP8)
-    parts = train("parts", checkpoint__resume="latest", checkpoint__every=2, **FP8)
+        start("parts", kind=runs.interrupted(LTXTrainer, 2), checkpoint__every=2, **FP8)
+    parts = start("parts", checkpoint__resume="latest", checkpoint__every=2, **FP8)
     assert torch.equal(runs.trained(parts), runs.trained(whole))
     assert losses(parts.output_dir) == losses(whole.output_dir)
 
@@ -108,11 +82,11 @@ def two_fp8_ranks(model, clips, cache, out) -> list:
     return [made.world, type(made.model).__name__, sorted(kinds), runs.trained(made).tolist()]
 
 
-def test_fp8_storage_on_two_ranks(tiny_ltx, clips, cache, tmp_path, train):
+def test_fp8_storage_on_two_ranks(tiny_ltx, clips, cache, tmp_path, start):
     ranks = forked(two_fp8_ranks, tiny_ltx, clips, cache, tmp_path / "two")
     assert ranks[0] == ranks[1]
     assert ranks[0][:3] == [2, "DistributedDataParallel", ["torch.float8_e4m3fn"]]
-    alone = train("one", train__gradient_accumulation_steps=2, **FP8)
+    alone = start("one", train__gradient_accumulation_steps=2, **FP8)
     torch.testing.assert_close(torch.tensor(ranks[0][3]), runs.trained(alone), rtol=1e-2, atol=1e-3)
     torch.testing.assert_close(torch.tensor(losses(tmp_path / "two")), torch.tensor(losses(tmp_path / "one")))
 
@@ -128,20 +102,20 @@ def moved(network, base: dict) -> tuple[set[str], set[str]]:
     return changed, {name for name, p in own.items() if p.requires_grad}
 
 
-def test_lora_moves_all_of_itself_and_nothing_else(train, tiny_ltx, monkeypatch):
+def test_lora_moves_all_of_itself_and_nothing_else(start, tiny_ltx, monkeypatch):
     class Started(LTXTrainer):
         def build(self):
             super().build()
             self.before = {n: p.detach().clone() for n, p in self.network.named_parameters() if p.requires_grad}
 
-    made = train(kind=Started, train__steps=3)
+    made = start(kind=Started, train__steps=3)
     assert moved(made.network, load_file(tiny_ltx / BASE)) == (set(), set())
     now = dict(made.network.named_parameters())
     assert len(made.before) == 32 and all(not torch.equal(now[n], old) for n, old in made.before.items())
 
 
-def test_also_train_moves_what_it_names(train, tiny_ltx, tmp_path):
-    made = train(train__steps=2, lora__also_train=["proj_out", "transformer_blocks.1.scale_shift_table"])
+def test_also_train_moves_what_it_names(start, tiny_ltx, tmp_path):
+    made = start(train__steps=2, lora__also_train=["proj_out", "transformer_blocks.1.scale_shift_table"])
     names = {"proj_out.weight", "proj_out.bias", "transformer_blocks.1.scale_shift_table"}
     assert moved(made.network, load_file(tiny_ltx / BASE)) == (names, names)
     beside = load_file(tmp_path / "run" / "also_trained.safetensors")
@@ -157,20 +131,20 @@ def test_also_train_moves_what_it_names(train, tiny_ltx, tmp_path):
         ([], r".*"),
     ],
 )
-def test_full_moves_what_train_modules_names(patterns, names, train, tiny_ltx):
+def test_full_moves_what_train_modules_names(patterns, names, start, tiny_ltx):
     base = load_file(tiny_ltx / BASE)
-    made = train(method="full", train_modules=patterns, train__steps=2)
+    made = start(method="full", train_modules=patterns, train__steps=2)
     expected = {name for name in base if re.fullmatch(names, name)}
     assert expected and moved(made.network, base) == (expected, expected)
 
 
-def test_a_target_that_matches_nothing_is_named(tiny_ltx, clips, cache, tmp_path, train, capsys):
+def test_a_target_that_matches_nothing_is_named(tiny_ltx, clips, cache, tmp_path, start, capsys):
     words = runs.options(tiny_ltx, clips, tmp_path / "run", data__cache_dir=cache)
     with pytest.raises(SystemExit, match=r"lora.targets: nothing matches 'to_qq'.*nearest.*to_q"):
         LTXTrainer.main([*words, "--lora.targets", "to_q", "to_qq"])
     assert not list((tmp_path / "run").glob("checkpoint-*"))
     capsys.readouterr()
-    train("good", lora__targets=["to_q", "attn1.to_k"], train__steps=1)
+    start("good", lora__targets=["to_q", "attn1.to_k"], train__steps=1)
     # six modules of rank 4 on 32 x 32 weights
     assert "training 1,536 of " in (out := capsys.readouterr().out) and "6 adapted modules" in out
 

@@ -63,25 +63,30 @@ class Trainer(Contract):
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.on_signal)
         check_trackers(c.report_to, self.output_dir)
+        refuse(launch.useless_paths(c))
         checkpoints.refuse_leftovers(c, self.output_dir)
         refuse(self.unfit())
         self.plan = launch.on_main(accelerator, self.make_plan)
         self.validation = Validation(self, launch.on_main(accelerator, self.read_prompts))
-        with accelerator.main_process_first():  # hashing weights is memoised: once per machine
-            self.encoders = Encoders(self, self.plan, self.validation.prompts)
-            resume, saved = self.find_checkpoint()
-            fetched = c.stage != "plan" or Path(c.model).exists()  # the plan alone is not worth a download of weights
-            missing = self.encoders.missing() if c.data.precompute == "disk" and fetched else {}
+        resume, saved, missing = launch.main_first(accelerator, self.take_stock)
         self.say(plan.report(self.plan, self, missing, self.global_batch))
         if c.stage == "plan":
             return
+        launch.on_main(accelerator, self.check_patterns)
         if accelerator.is_main_process:
-            self.output_dir.mkdir(parents=True, exist_ok=True)
             (self.output_dir / "config.yaml").write_text(to_yaml(c), encoding="utf-8")
         if c.data.precompute == "disk":
             self.encoders.fill() if c.stage in ("all", "precompute") else self.encoders.require()
         if c.stage in ("all", "train") and not c.precompute_only:
             self.train(resume, saved)
+
+    def take_stock(self) -> tuple[Path | None, dict, dict[str, tuple[int, int]]]:
+        """The checkpoint to resume from, its state, what is left to encode; sets up the encoders. Hashes weights."""
+        c = self.config
+        self.encoders = Encoders(self, self.plan, self.validation.prompts)
+        resume, saved = self.find_checkpoint()
+        fetched = c.stage != "plan" or Path(c.model).exists()  # the plan alone is not worth a download of weights
+        return resume, saved, self.encoders.missing() if c.data.precompute == "disk" and fetched else {}
 
     def find_checkpoint(self) -> tuple[Path | None, dict]:
         """The checkpoint to resume from and its state, refused here if it does not fit; sets the batch layout."""
@@ -100,6 +105,11 @@ class Trainer(Contract):
         if resume:
             checkpoints.compare(resume, saved["facts"], self.facts())
             notes += checkpoints.changes(resume, saved["context"], self.context())
+            if saved["step"] >= self.steps:
+                notes.append(
+                    f"note: {resume.name} has the {self.steps} steps of this run already, nothing is left to train: "
+                    "raise train.steps to go on, or choose another output_dir for a new run"
+                )
         self.say(*notes)
         return resume, saved
 
@@ -239,7 +249,8 @@ class Trainer(Contract):
             self.accelerator.load_state(str(folder / "state"))
         except (OSError, RuntimeError, EOFError, KeyError, UnpicklingError, SafetensorError) as error:
             raise checkpoints.CheckpointError(
-                f"{folder}: its state is damaged ({type(error).__name__}); name an earlier checkpoint with checkpoint.resume"
+                f"{folder}: its state is damaged ({type(error).__name__}); name an earlier checkpoint with "
+                "checkpoint.resume"
             ) from error
         optimizers.apply_options(self.optimizer, self.config.optimizer)
         self.accelerator.step = 0  # its count of micro-steps; a step boundary is where ours restart
@@ -280,7 +291,8 @@ class Trainer(Contract):
         adapters.cast_trainable(net, precision.DTYPES[c.precision.trainable])
         self.say(str(found))
         if c.lora.init_from:
-            self.say(*adapters.load_lora_into(net, c.lora.init_from, self.comfy_names))
+            notes = adapters.load_lora_into(net, c.lora.init_from, self.comfy_names)
+            self.say(f"starting from the weights of {c.lora.init_from}", *notes)
         precision.apply_storage(net, c.precision.storage, self.dtype)
         memory.checkpoint_blocks(net, c.memory.checkpointing)
         memory.compile_blocks(net, c.memory.compile, c.memory.compile_backend, self.repeated_blocks)
@@ -294,6 +306,14 @@ class Trainer(Contract):
         checkpoints.keep_trainable_only(self.accelerator, lambda: adapters.trainable(self.network))
         optimizer = optimizers.build(c.optimizer, self.parameters)
         self.model, self.optimizer = self.accelerator.prepare(net, optimizer)
+
+    def check_patterns(self) -> None:
+        """Raises AdapterError for patterns that match nothing: now, not after hours of encoding."""
+        c = self.config
+        if c.train_modules:
+            adapters.select(self.pretrained.skeleton("transformer"), c.train_modules)
+        elif c.lora.targets or c.lora.exclude or c.lora.also_train:
+            adapters.choose(self.pretrained.skeleton("transformer"), c.lora, self.lora_targets)
 
     def write_export(self, folder: Path) -> None:
         """The usable result into `folder`, read back and compared. Called on the main process."""

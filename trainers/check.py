@@ -10,7 +10,6 @@ compared with what the trainer's `loss` feeds the network at that level, and the
 """
 
 import argparse
-import importlib
 import inspect
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from torch import Tensor
 from data.batches import collate
 from data.cache import Cache, entry_key
 from data.video import read_frames, to_pixels, write_video
+from trainers import launch
 from trainers.base import Trainer
 from trainers.objectives import Batch
 from trainers.oracle import (
@@ -420,21 +420,25 @@ def check(kind: type[Trainer], model: Path | None = None) -> list[Result]:
             print(f"\n{kind.__name__} on {name or model}\n", flush=True)
             kit = Kit(kind, folder, Path(root) / (name or "model") / "work")
             for one in CHECKS:
-                for result in one(kit):
-                    found.append(result)
-                    print(f"{'ok   ' if result.holds else 'FAULT'} {result.name:58s} {result.figure}", flush=True)
-                    if not result.holds:
-                        print(f"      look at {result.hint}", flush=True)
+                with launch.aside() as table:
+                    for result in one(kit):
+                        found.append(result)
+                        print(f"{'ok   ' if result.holds else 'FAULT'} {result.name:58s} {result.figure}", file=table)
+                        if not result.holds:
+                            print(f"      look at {result.hint}", file=table)
     return found
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m trainers.check", description=__doc__.split("\n\n")[0])
-    parser.add_argument("trainer", help="module:Class, such as trainers.ltx:LTXTrainer")
+    parser.add_argument("trainer", type=launch.named, help="module:Class, such as trainers.ltx:LTXTrainer")
     parser.add_argument("--model", type=Path, help="folder in diffusers layout; default: the class's tiny pipelines")
     options = parser.parse_args(argv)
-    module, _, name = options.trainer.partition(":")
-    found = check(getattr(importlib.import_module(module), name), options.model)
+    launch.quiet()
+    try:
+        found = check(options.trainer, options.model)
+    except launch.USER_ERRORS as error:
+        raise SystemExit(f"error: {error}") from None
     faults = sum(not result.holds for result in found)
     print(f"\n{len(found) - faults} of {len(found)} hold" + (f", {faults} do not" if faults else ""))
     raise SystemExit(1 if faults else 0)

@@ -15,6 +15,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch.nn import Parameter
 
+from models.lora_files import share
+
 STATE = "trainer_state.json"
 TRAINABLE = "trainable.safetensors"
 
@@ -66,6 +68,7 @@ def save(accelerator, root: Path, step: int, write_export: Callable[[Path], None
             files = {str(p.relative_to(partial)): p.stat().st_size for p in sorted(partial.rglob("*")) if p.is_file()}
             write_json(partial / "state" / STATE, state | {"step": step, "files": files})
             for path in (partial / name for name in files):
+                share(path)
                 sync(path)  # a power cut after the rename must not leave empty files
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
@@ -155,7 +158,7 @@ def compare(folder: Path, saved: dict, own: dict) -> None:
     if differ:
         raise CheckpointError(
             f"{folder} does not fit this run:\n  " + "\n  ".join(differ) + "\nGive the options of the checkpoint "
-            "(config.yaml in its run), or start from its weights alone with lora.init_from and no resume"
+            "(config.yaml in its run), or start a new run in another output_dir (from its weights: lora.init_from)"
         )
 
 
@@ -216,7 +219,7 @@ def clear(root: Path) -> None:
 
 def leftovers(root: Path) -> list[Path]:
     """What an earlier run left in `root` that a fresh run would mix with or overwrite."""
-    names = ("metrics.jsonl", "samples", "transformer")
+    names = ("metrics.jsonl", "samples", "transformer", "adapter_config.json")
     return [*numbered(root), *(root / name for name in names if (root / name).exists()), *root.glob("*.safetensors")]
 
 

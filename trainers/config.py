@@ -293,6 +293,7 @@ class Config:
         lengths = {"steps": train.steps, "epochs": train.epochs, "max_samples": train.max_samples}
         given = [f"train.{name} ({value})" for name, value in lengths.items() if value is not None]
         of_lora = [f"lora.{name}" for name in ("init_from", "targets", "exclude", "also_train") if getattr(lora, name)]
+        half = "transformer" in self.components and self.components["transformer"].dtype
         repeated = sorted({str(bucket) for bucket in self.data.buckets if self.data.buckets.count(bucket) > 1})
         rules = [
             (not self.model, "model is required: a Hub id, a folder in diffusers layout or a .safetensors file"),
@@ -303,7 +304,8 @@ class Config:
             (len(given) > 1, f"only one of {' and '.join(given)} can be set: make the others null"),
             (
                 self.checkpoint.resume and self.overwrite,
-                "checkpoint.resume continues the run in output_dir and overwrite starts it anew: choose one",
+                "checkpoint.resume continues the run in output_dir and overwrite starts it anew: choose one (the "
+                "configs set checkpoint.resume: latest; with overwrite make it null)",
             ),
             (
                 self.method == "full" and of_lora,
@@ -331,6 +333,11 @@ class Config:
                 precision.trainable == "bf16" and self.optimizer.name not in ROUNDS_STOCHASTICALLY,
                 "precision.trainable bf16 needs an optimizer that rounds stochastically: use fp32, or optimizer.name "
                 + " or ".join(ROUNDS_STOCHASTICALLY),
+            ),
+            (
+                precision.weights == "fp32" and half in ("bf16", "fp16"),
+                f"components.transformer.dtype {half}: precision.weights fp32 computes in fp32, which such weights "
+                "cannot; leave the dtype out, or set precision.weights too",
             ),
             (
                 self.precompute_only and self.stage == "train",

@@ -74,7 +74,9 @@ class HunyuanVideoTrainer(Trainer):
         return (self.vae.temporal_compression_ratio, 1), self.vae.spatial_compression_ratio * self.net.patch_size
 
     def refuse_bucket(self, frames: int, height: int, width: int) -> str | None:
-        why = f"1x{height}x{width}: an image-to-video model is given the first frame and has no other to learn"
+        why = (
+            f"1x{height}x{width}: leave it out, an image-to-video model is given the first frame and learns the others"
+        )
         return why if self.sees_image and frames == 1 else None
 
     def unfit(self) -> list[str]:

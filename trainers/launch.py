@@ -1,10 +1,17 @@
 """The Accelerator of a run, and what the launcher may and may not say against our options."""
 
+import argparse
+import contextlib
+import io
 import logging
 import os
-from collections.abc import Callable
+import pkgutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from importlib import metadata
+from pathlib import Path
 
 from data.cache import NonFinite
 from models.adapters import AdapterError
@@ -47,6 +54,28 @@ def quiet() -> None:
     """Hushes the import-time notes of libraries, for scripts; their errors are still told."""
     for name in TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[io.TextIOBase]:
+    """Keeps what is printed inside off the stream that it gives, stdout; after an exception it is told."""
+    table, told = sys.stdout, io.StringIO()
+    try:
+        with contextlib.redirect_stdout(told):
+            yield table
+    except BaseException:
+        table.write(told.getvalue())
+        raise
+    finally:
+        table.flush()
+
+
+def named(text: str) -> type:
+    """The class that `module:Class` names, for argparse."""
+    try:
+        return pkgutil.resolve_name(text)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text} names no trainer ({error})") from error
 
 
 def accelerator(config: Config):
@@ -132,6 +161,47 @@ def contradictions(config: Config) -> list[str]:
                 f"accelerate is launched with {name}; this version trains on one process or with DDP (MULTI_GPU)"
             )
     return found
+
+
+def useless_paths(config: Config) -> list[str]:
+    """Folders that cannot be written to, and files that are not there: known before anything is computed."""
+    folders = {"output_dir": config.output_dir}
+    if config.data.cache_dir and config.stage != "train":  # which only reads it
+        folders["data.cache_dir"] = config.data.cache_dir
+    found = []
+    for name, folder in folders.items():
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            found.append(f"{name} {folder}: cannot be written to ({error.strerror}); choose another folder")
+    if config.lora.init_from and not Path(config.lora.init_from).exists():
+        found.append(f"lora.init_from {config.lora.init_from}: there is no such file or folder")
+    return found
+
+
+def main_first(accelerator, make: Callable):
+    """make() on every rank, first on the main one, which leaves in files what the others need not compute again.
+
+    A user's mistake, on whichever rank, ends them all and is raised on the main one alone.
+    """
+    made = fault = None
+    with accelerator.main_process_first():
+        try:
+            made = make()
+        except USER_ERRORS as error:
+            fault = error
+    faults = [str(fault)] if fault else []
+    if accelerator.num_processes > 1:
+        from accelerate.utils import gather_object
+
+        faults = gather_object(faults)
+    if faults and not accelerator.is_main_process:
+        raise SystemExit(1)
+    if faults:
+        raise fault or PlanError(faults[0])
+    return made
 
 
 def on_main(accelerator, make: Callable):

@@ -144,8 +144,12 @@ def _from_yaml(config_class: type[Config], path: str, problems: list[str]) -> li
                 walk(value, f"{name}.")
             elif name in found:
                 problems.append(f'{place}: "{name}" is given twice, see line {found[name].place.split()[-1]}')
-            elif not all(isinstance(item, yaml.ScalarNode) or takes_mappings for item in items):
+            elif not all(isinstance(item, yaml.ScalarNode) or takes_mappings for item in items) or any(
+                isinstance(item, yaml.SequenceNode) for item in items
+            ):
                 problems.append(f'{place}: "{name}" must be one value or a list of values')
+            elif twice := [key for item in items for key in _repeated(item)]:
+                problems.append(f'{place}: "{name}" gives {", ".join(twice)} twice in one entry')
             elif several and any(map(_is_null, items)):
                 problems.append(f'{place}: "{name}" has an empty entry in its list')
             elif not (
@@ -164,19 +168,29 @@ def _is_null(node: yaml.Node) -> bool:
     return isinstance(node, yaml.ScalarNode) and node.style is None and node.value.lower() in ("", "null", "~")
 
 
+def _repeated(node: yaml.Node) -> list[str]:
+    """The keys that a mapping has more than once, which plain YAML would pass over."""
+    keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+    return sorted({key for key in keys if keys.count(key) > 1}, key=keys.index)
+
+
 def _text(node: yaml.Node) -> str | None:
     """A scalar as text, anything else (an item of data.train) as JSON with the types of Source's fields."""
     if isinstance(node, yaml.ScalarNode):
         return None if _is_null(node) else node.value
     hints = get_type_hints(Source)
 
-    def typed(key: str, value: str | None) -> Any:
+    def typed(key: str, node: yaml.Node) -> Any:
+        if isinstance(node, yaml.SequenceNode):  # which no field takes: Source says so
+            return [typed("", item) for item in node.value]
+        if isinstance(node, yaml.MappingNode):
+            return {inner.value: typed("", item) for inner, item in node.value}
+        value = _text(node)
         if hints.get(key) is bool and value is not None:
             return {**dict.fromkeys(YES, True), **dict.fromkeys(NO, False)}.get(value.lower(), value)
         return int(value) if hints.get(key) is int and value and value.lstrip("-").isdecimal() else value
 
-    pairs = node.value if isinstance(node, yaml.MappingNode) else []
-    return json.dumps({key.value: typed(key.value, _text(value)) for key, value in pairs})
+    return json.dumps({key.value: typed(key.value, value) for key, value in node.value})
 
 
 def _negated(given: Given, known: dict[str, Option]) -> Given:
@@ -300,6 +314,8 @@ def _wrong(given: Given, option: Option) -> str:
 def _unknown(given: Given, known: dict[str, Option]) -> str:
     dashes = "" if given.place else "--"
     section, _, leaf = given.name.rpartition(".")
+    if leaf in {field.name for field in dataclasses.fields(Source)} and section in ("", "data", "data.train"):
+        return f'{given} belongs to an entry of data.train: {{"path": "clips/", "{leaf}": ...}} (docs/data.md)'
     if section in known:
         return f"{given}: {section} is an option, not a section"
     inside = [name for name in known if name.startswith(f"{given.name}.")]

@@ -109,7 +109,7 @@ def make(config: Config, frame_rule: tuple[int, int], side_rule: int, refuse_buc
     refused = [refuse_bucket(b.frames, b.height, b.width) for b in config.data.buckets]
     if any(refused):
         raise PlanError("data.buckets: " + "; ".join(reason for reason in refused if reason))
-    rows, problems = [], []
+    rows, problems, unreadable = [], [], 0
     for source in config.data.train:
         found, wrong = read_source(source)
         rows += found
@@ -129,6 +129,7 @@ def make(config: Config, frame_rule: tuple[int, int], side_rule: int, refuse_buc
     for row, what in zip(rows, seen, strict=True):
         if isinstance(what, str):
             (plan.left_out if config.data.skip_bad else problems).append(f"{what} [{row.where}]")
+            unreadable += 1
             continue
         clip, content = what
         bucket = assign(clip, config.data.buckets)
@@ -142,8 +143,10 @@ def make(config: Config, frame_rule: tuple[int, int], side_rule: int, refuse_buc
         at += [len(plan.samples)] * row.repeats
         plan.samples.append(Sample(str(row.path), row.caption, str(bucket), 0, clip.fps, content, row.where))
     if problems:
-        remedy = "" if config.data.skip_bad else " (data.skip_bad: true leaves out clips that cannot be read)"
-        raise PlanError(f"{len(problems)} problems in the data{remedy}:\n  " + "\n  ".join(problems))
+        can_skip = unreadable and not config.data.skip_bad
+        remedy = " (data.skip_bad: true leaves out clips that cannot be read)" if can_skip else ""
+        count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
+        raise PlanError(f"{count} in the data{remedy}:\n  " + "\n  ".join(problems))
     if not plan.samples:
         reasons = "\n  ".join(plan.left_out) or "the sources name no clips"
         raise PlanError(f"data.train: nothing to train on\n  {reasons}")
@@ -172,6 +175,11 @@ def report(plan: Plan, trainer, missing: dict[str, tuple[int, int]], global_batc
         f"accumulation x {trainer.world} processes; {plan.total / global_batch:.1f} steps per epoch; "
         f"{steps} steps = {steps * global_batch / plan.total:.1f} epochs"
     )
+    if (warmup := c.optimizer.warmup_steps) >= steps:
+        lines.append(
+            f"warning: optimizer.warmup_steps is {warmup} and the run has {steps} steps: the learning rate only "
+            "rises, up to the last one; give fewer"
+        )
     for kind, (lacking, of) in missing.items():
         lines.append(f"{kind}: {of - lacking} of {of} encoded already, {lacking} to encode")
     if c.data.caption_dropout and c.data.caption_technique != trainer.pretrained_caption_technique:

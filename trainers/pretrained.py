@@ -50,7 +50,7 @@ class Pretrained:
 
     @property
     def names(self) -> list[str]:
-        """What the weights of the transformer are called: last parts of Hub ids and paths, the name they were saved by."""
+        """What the transformer's weights are called: last parts of Hub ids and paths, the name they were saved by."""
         own = self.config.components.get("transformer")
         saved = self.component_config("transformer").get("_name_or_path")
         return [Path(name).name for name in (self.config.model, own and own.id, saved) if name]
@@ -97,6 +97,14 @@ class Pretrained:
         """One component, loaded on the CPU: a network in eval mode, a tokenizer, a scheduler."""
         c = self.config
         return load.load(self.root(name), name, self.dtype(name), **self.source(name), variant=c.model_variant)
+
+    def skeleton(self, name: str) -> torch.nn.Module:
+        """A diffusers network without its weights: what its modules and parameters are called."""
+        from accelerate import init_empty_weights
+
+        kind = self.type_named(load.model_index(self.folder)[name][1])
+        with init_empty_weights():
+            return kind.from_config(self.component_config(name))
 
     @cached_property
     def vae(self):

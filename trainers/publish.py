@@ -4,6 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
+from models.lora_files import ALSO_FILE
 from trainers.config import Config
 
 LORA = "pytorch_lora_weights.safetensors"
@@ -44,7 +45,7 @@ def load_adapter(pipe, folder: Path) -> None:
     """Loads an exported adapter into a pipeline with the base transformer, by the calls that the model card shows."""
     from safetensors.torch import load_file
 
-    also = folder / "also_trained.safetensors"
+    also = folder / ALSO_FILE
     if also.exists():
         pipe.transformer.load_state_dict(load_file(also), strict=False)
     if (folder / LORA).exists():
@@ -58,16 +59,22 @@ def load_adapter(pipe, folder: Path) -> None:
 def write_card(root: Path, pipeline_name: str, config: Config) -> Path:
     """README.md for the Hub: what it is and the lines that load it. No local path is told."""
     published = not Path(config.model).exists()
-    front = ["---", "library_name: diffusers", "tags:", "- text-to-video", f"- {config.method}", "- reeltune"]
+    task = "image-to-video" if "ImageToVideo" in pipeline_name else "text-to-video"
+    front = ["---", "library_name: diffusers", "tags:", f"- {task}", f"- {config.method}", "- reeltune"]
     front += [f"base_model: {config.model}"] if published else []
     base = config.model if published else "PATH_OR_ID_OF_THE_BASE_MODEL"
     lines = ["import torch", f"from diffusers import {pipeline_name}", ""]
     if config.method == "lora":
+        diffusers_reads, also = (root / LORA).exists(), (root / ALSO_FILE).exists()
+        lines[2:2] = ["from safetensors.torch import load_file"] * also
+        lines[2:2] = ["from peft import PeftModel"] * (not diffusers_reads)
         lines += [
             f'pipe = {pipeline_name}.from_pretrained("{base}", torch_dtype=torch.bfloat16).to("cuda")',
+            # Before the adapter, which renames the layers it is put on.
+            *[f'pipe.transformer.load_state_dict(load_file("THIS_FOLDER/{ALSO_FILE}"), strict=False)'] * also,
             'pipe.load_lora_weights("THIS_REPOSITORY_OR_FOLDER")'
-            if (root / LORA).exists()
-            else 'peft.PeftModel.from_pretrained(pipe.transformer, "THIS_REPOSITORY_OR_FOLDER")',
+            if diffusers_reads
+            else 'PeftModel.from_pretrained(pipe.transformer, "THIS_REPOSITORY_OR_FOLDER")',
         ]
         what = f"{config.lora.type} of rank {config.lora.rank}, alpha {config.lora.alpha:g}"
     else:
@@ -101,7 +108,7 @@ def sample(trainer) -> None:
     def pipeline(prompt):
         if trainer.config.method == "full":
             kind = trainer.pretrained.type_named(trainer.transformer_class)
-            net = kind.from_pretrained(trainer.output_dir / "transformer", torch_dtype=trainer.dtype)
+            net = kind.from_pretrained(trainer.output_dir / "transformer", dtype=trainer.dtype)
         else:
             net = trainer.pretrained.component("transformer")
         pipe = trainer.pipeline(prompt, net.to(trainer.device).eval())

@@ -118,7 +118,7 @@ class Tracker:
 
     `accelerator` must have been made with log_with=config.report_to and a logging_dir. `config` gives output_dir,
     report_to, project, run_name and what else there is to show. `steps` is the length of the run; `step` where it
-    begins: at 0 metrics.jsonl starts empty, at k (resume) it and TensorBoard continue after their rows of step k.
+    begins: at 0 metrics.jsonl and TensorBoard start empty, at k (resume) both continue after their rows of step k.
     """
 
     def __init__(self, accelerator, config, steps: int, step: int = 0):
@@ -188,8 +188,8 @@ class Tracker:
     def _start(self, config, step: int) -> None:
         options = flatten(config)
         kwargs = {}
-        if "tensorboard" in config.report_to and step:
-            kwargs["tensorboard"] = {"purge_step": step + 1}
+        if "tensorboard" in config.report_to:  # of a run that was overwritten nothing is shown
+            kwargs["tensorboard"] = {"purge_step": step + 1 if step else 0}
         if "wandb" in config.report_to:
             kwargs["wandb"] = self._wandb_kwargs(config, step)
         try:
