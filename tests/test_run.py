@@ -105,8 +105,12 @@ def test_single_file_checkpoint(tiny_ltx, clips, tmp_path):
     changes = dict(model_config=tiny_ltx, components__transformer__dtype="fp32")
     single = runs.run(tmp_path / "ltx.safetensors", clips, tmp_path / "single", **changes)
     folder = runs.run(tiny_ltx, clips, tmp_path / "folder")
-    # not bit for bit: tensors lie at other addresses in the file, and CPU kernels round by alignment
-    torch.testing.assert_close(runs.trained(single), runs.trained(folder), rtol=0, atol=1e-5)
+    mine, theirs = single.network.state_dict(), folder.network.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in mine.items() if "lora_" not in name)
+    # Not bit for bit: tensors lie at other addresses in the file, and CPU kernels round by alignment.
+    first, second = (runs.metrics(tmp_path / name)[0]["loss"] for name in ("single", "folder"))
+    assert first == pytest.approx(second, rel=1e-5)
     with pytest.raises(ValueError, match="model_config"):
         runs.run(tmp_path / "ltx.safetensors", clips, tmp_path / "none")
 
