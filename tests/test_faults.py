@@ -88,6 +88,15 @@ def test_folders_that_cannot_be_written(refused, tmp_path):
     refused(OptionError, "lora.init_from .*none: there is no such", lora__init_from=tmp_path / "none")
 
 
+def test_a_lora_to_start_from_that_does_not_fit(tiny_ltx, clips, tmp_path, request):
+    runs.run(tiny_ltx, clips, tmp_path / "first")
+    refused = request.getfixturevalue("refused")  # only now: the first run loads components
+    start = {"lora__init_from": tmp_path / "first"}
+    refused(AdapterError, "rank 4 in the file, lora.rank 8 here", lora__rank=8, **start)
+    refused(AdapterError, "alpha 4 in the file, alpha 9 here", lora__alpha=9, **start)
+    refused(AdapterError, "another type of adapter", lora__type="lokr", **start)
+
+
 @pytest.mark.parametrize("where", ["folder", "saved"])
 def test_distilled_checkpoints_are_warned_about(tiny_ltx, clips, tmp_path, capsys, where):
     name = "ltxv-2b-0.9.8-distilled" if where == "folder" else "ltxv"

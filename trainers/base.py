@@ -308,10 +308,14 @@ class Trainer(Contract):
         self.model, self.optimizer = self.accelerator.prepare(net, optimizer)
 
     def check_patterns(self) -> None:
-        """Raises AdapterError for patterns that match nothing: now, not after hours of encoding."""
+        """Raises AdapterError for what does not fit the network's shape: now, not after hours of encoding."""
         c = self.config
         if c.train_modules:
             adapters.select(self.pretrained.skeleton("transformer"), c.train_modules)
+        elif c.lora.init_from:
+            net = self.pretrained.skeleton("transformer")
+            adapters.attach(net, c.lora, self.lora_targets)
+            adapters.load_lora_into(net, c.lora.init_from, self.comfy_names)
         elif c.lora.targets or c.lora.exclude or c.lora.also_train:
             adapters.choose(self.pretrained.skeleton("transformer"), c.lora, self.lora_targets)
 
