@@ -314,7 +314,7 @@ def test_sizes(make):
     assert make("hunyuan").noise_shift(1) == make("hunyuan").noise_shift(99999) == 7.0
     assert make("hunyuan").refuse_bucket(1, 32, 48) is None
     for name in IMAGES:
-        with pytest.raises(PlanError, match="1x32x48: an image-to-video model is given the first frame"):
+        with pytest.raises(PlanError, match="1x32x48: leave it out, an image-to-video model is given the first frame"):
             make(name, data__buckets=["9x32x48", "1x32x48"]).make_plan()
     with pytest.raises(PlanError, match="10x32x40"):
         make("hunyuan", data__buckets=["10x32x40"]).make_plan()
@@ -340,7 +340,7 @@ def test_a_prompt_needs_an_image_where_videos_start_from_one(make, tmp_path):
     path = tmp_path / "prompts.yaml"
     path.write_text("- a cat\n- {prompt: a dog, image: first.png}\n- {prompt: one, image: first.png, frames: 1}\n")
     for name, message in (
-        ("hunyuan-i2v", r"line 1: image is missing(.|\n)*line 3: 1x32x48: an image-to-video model"),
+        ("hunyuan-i2v", r"line 1: image is missing(.|\n)*line 3: 1x32x48: leave it out, an image-to-video model"),
         ("hunyuan", "line 2: image is not supported"),
     ):
         trainer = make(name, validation__prompts=path)

@@ -178,13 +178,14 @@ def test_an_infinite_loss_on_one_rank_stops_both_with_one_message(tiny_ltx, clip
     "option", ["precision.weights", "components.text_encoder.dtype", "components.transformer.dtype"]
 )
 def test_fp16_is_refused_before_anything_loads(option, tiny_ltx, clips, tmp_path):
-    words = [*runs.options(tiny_ltx, clips, tmp_path / "run"), f"--{option}", "fp16"]
+    changes = {"precision__weights": "bf16", option.replace(".", "__"): "fp16"}
+    words = runs.options(tiny_ltx, clips, tmp_path / "run", **changes)
     with pytest.raises(SystemExit) as error:
         LTXTrainer.main(words)
     assert f"{option} fp16: " in error.value.code and "use bf16" in error.value.code
     assert not (tmp_path / "run").exists()
     with pytest.raises(PrecisionError, match="65504"):
-        runs.trainer(LTXTrainer, tiny_ltx, clips, tmp_path / "run", **{option.replace(".", "__"): "fp16"})
+        runs.trainer(LTXTrainer, tiny_ltx, clips, tmp_path / "run", **changes)
 
 
 def test_fp16_of_the_launcher_is_refused_with_both_values(tiny_ltx, clips, tmp_path, monkeypatch):
