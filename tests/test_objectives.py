@@ -281,3 +281,10 @@ def test_torch_s_generator_is_neither_used_nor_moved():
     ob.loss_per_sample(noisy, torch.zeros(4, 3)) * ob.level_weight(levels, "cosmap")
     ob.swap_rows({"text": noisy}, {"text": noisy[:1]}, levels > 0.5)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_zero_rows_keeps_a_mask_a_mask():
+    batch = {"text": torch.ones(2, 3, 4, dtype=torch.bfloat16), "text_mask": torch.ones(2, 3, dtype=torch.bool)}
+    out = ob.zero_rows(batch, ("text", "text_mask"), torch.tensor([True, False]))
+    assert (out["text"].dtype, out["text_mask"].dtype) == (torch.bfloat16, torch.bool)
+    assert out["text_mask"].tolist() == [[False] * 3, [True] * 3] and out["text"][1].all() and not out["text"][0].any()

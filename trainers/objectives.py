@@ -138,7 +138,8 @@ def swap_rows(batch: Batch, other: Batch, rows_B: Tensor) -> Batch:
 
 def zero_rows(batch: Batch, keys: tuple[str, ...], rows_B: Tensor) -> Batch:
     """`batch` with the chosen rows of `keys` set to zero."""
-    return batch | {k: torch.where(expand(rows_B.to(batch[k].device), batch[k]), 0, batch[k]) for k in keys}
+    # masked_fill, for torch.where would turn a bool mask into integers
+    return batch | {k: batch[k].masked_fill(expand(rows_B.to(batch[k].device), batch[k]), 0) for k in keys}
 
 
 def pad_to(sequence: Tensor, length: int) -> Tensor:
