@@ -60,11 +60,15 @@ class HashMemo:
                 mine = self._files.setdefault(name, theirs)
                 if mine["stamp"] == theirs["stamp"]:
                     self._files[name] = theirs | mine
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             temp = self.path.with_name(f".{self.path.name}.{os.getpid()}.{secrets.token_hex(4)}")
             try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
                 temp.write_text(json.dumps({"version": self.VERSION, "files": self._files}), encoding="utf-8")
                 temp.replace(self.path)
+            except OSError as error:  # a cache that can only be read, a full disk: no reason to stop
+                logger.warning(
+                    "%s cannot be written (%s): files are hashed and probed again", self.path, error.strerror
+                )
             finally:
                 temp.unlink(missing_ok=True)
             self._saved, self._dirty = time.monotonic(), False

@@ -45,7 +45,7 @@ class UnreadableClip(ValueError):
     """A file that cannot be trained on as it is: `path`, and the `reason` with what to do about it."""
 
     def __init__(self, path: Path, reason: str):
-        super().__init__(path, reason)  # both as args, so that it survives the trip from a worker process
+        super().__init__(path, reason)  # both as args, so that it can be pickled
         self.path, self.reason = path, reason
 
     def __str__(self) -> str:

@@ -7,6 +7,7 @@ alone, through its own library class, when it is needed.
 import hashlib
 import importlib
 import json
+import logging
 import os
 import re
 import tempfile
@@ -17,6 +18,8 @@ from typing import Protocol
 import torch
 
 from models.precision import DTYPES
+
+logger = logging.getLogger(__name__)
 
 INDEX = "model_index.json"
 CONFIG_PATTERNS = (INDEX, "*/config.json", "scheduler/*.json")
@@ -306,11 +309,14 @@ def _read_memo(path: Path) -> dict[str, list]:
 
 
 def _write_memo(path: Path, memo: dict[str, list]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "w", encoding="utf-8") as stream:
-        json.dump(memo, stream)
-    os.replace(temporary, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            json.dump(memo, stream)
+        os.replace(temporary, path)
+    except OSError as error:  # a cache that can only be read: weights are hashed again next time
+        logger.warning("%s cannot be written (%s): weights are hashed again at the next start", path, error.strerror)
 
 
 # -- loading ---------------------------------------------------------------------------------------------------------

@@ -53,8 +53,8 @@ class OneFrameRope(LTXTrainer):
 class NotCausal(LTXTrainer):
     """0.9.5 coordinates without the shift that gives the first frame its own position."""
 
-    def coordinates(self, fps_B, f, h, w, device):
-        ids = self.pretrained.pipeline_type._prepare_video_ids(len(fps_B), f, h, w, device=device).float()
+    def coordinates(self, fps_B, f, h, w, like):
+        ids = self.pretrained.pipeline_type._prepare_video_ids(len(fps_B), f, h, w, device=like.device).float()
         return {"video_coords": ids * torch.tensor([8 / 30, 32, 32])[None, :, None]}
 
 

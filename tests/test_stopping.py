@@ -48,7 +48,7 @@ def script(*arguments) -> subprocess.Popen:
 @pytest.mark.slow
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_and_the_same_command_ends_equal(tiny_ltx, clips, cache, unbroken, tmp_path, number, code):
-    """SIGTERM as a scheduler sends it, to the process; SIGINT as a terminal does, to the loader's workers as well."""
+    """As schedulers and terminals send it: to the whole process group, so to the loader's workers as well."""
     root = tmp_path / "run"
     command = runs.options(tiny_ltx, clips, root, **OPTIONS, data__cache_dir=cache)
     run = script(*command)
@@ -58,7 +58,7 @@ def test_a_signal_saves_and_the_same_command_ends_equal(tiny_ltx, clips, cache, 
             if (root / "metrics.jsonl").exists() and len(runs.metrics(root)) >= 4:
                 break
             time.sleep(0.005)
-        (os.kill if number == signal.SIGTERM else os.killpg)(run.pid, number)
+        os.killpg(run.pid, number)
         output, _ = run.communicate(timeout=60)
     finally:
         run.kill()

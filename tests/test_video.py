@@ -6,6 +6,7 @@ import pickle
 from dataclasses import asdict
 from fractions import Fraction
 from itertools import islice
+from pathlib import Path
 
 import av
 import numpy as np
@@ -593,3 +594,15 @@ def test_a_failed_probe_is_not_remembered(tmp_path):
             probe(path, memo)
         clip(path, 3)
         assert asdict(probe(path, memo))["frames"] == 3
+
+
+def test_a_memo_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch, caplog):
+    def read_only(*arguments, **keywords):
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "a").write_bytes(b"one")
+    memo = HashMemo(tmp_path / "memo.json")
+    monkeypatch.setattr(Path, "write_text", read_only)
+    assert memo.recall(tmp_path / "a", "length", lambda: 3) == 3
+    memo.save()
+    assert os.listdir(tmp_path) == ["a"] and "memo.json cannot be written (Permission denied)" in caplog.text

@@ -1,7 +1,6 @@
 """The trainer all models share: the questions it asks of a model, the stages of a run, and the loop."""
 
 import math
-import os
 import signal
 from collections.abc import Iterator
 from dataclasses import fields
@@ -55,7 +54,7 @@ class Trainer(Contract):
         self.device, self.dtype = self.accelerator.device, precision.DTYPES[config.precision.weights]
         self.step, self.slots = 0, []
         self.saved: Path | None = None
-        self.stop_signal, self.in_loop, self.pid = 0, False, os.getpid()
+        self.stop_signal, self.in_loop, self.clock = 0, False, Clock(config.train.max_hours)
 
     def run(self) -> None:
         """All stages, or those up to `stage`."""
@@ -135,7 +134,8 @@ class Trainer(Contract):
     def fit(self) -> None:
         """The loop: for each optimizer step, micro-steps of forward and backward, then clip and update."""
         c, accelerator = self.config, self.accelerator
-        self.pulse, self.clock, self.in_loop = Pulse(accelerator), Clock(self.step, c.train.max_hours), True
+        self.pulse, self.in_loop = Pulse(accelerator), True
+        self.clock.lap(self.step)
         self.validate()
         losses: list[Tensor] = []
         for batch in self.batches():
@@ -385,8 +385,6 @@ class Trainer(Contract):
 
     def on_signal(self, number: int, frame) -> None:
         """In the loop: stop at the next step boundary. Elsewhere, or the second time: at once."""
-        if os.getpid() != self.pid:  # a loader worker, which the rest of the step still needs
-            return
         if not self.in_loop or self.stop_signal:
             raise SystemExit(128 + number)
         self.stop_signal = number

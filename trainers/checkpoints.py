@@ -232,6 +232,8 @@ def write_json(path: Path, value: dict) -> None:
 
 
 def sync(path: Path) -> None:
+    if os.name == "nt":  # opens no folders, and flushes no file that is open for reading alone
+        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -161,7 +161,7 @@ class CogVideoXTrainer(Trainer):
         noise = self.normal("noise", tuple(x0.shape))
         level = self.noise_levels((pad + f) // p_t * (h // p) * (w // p))
         t = (self.alphas.shape[1] * level).long()
-        signal, spread = ob.expand(self.alphas[0, t], x0).to(x0.device), ob.expand(self.alphas[1, t], x0).to(x0.device)
+        signal, spread = (ob.to_device_of(ob.expand(of_t, x0), x0) for of_t in self.alphas[:, t])
 
         fed = signal * x0 + spread * noise
         if self.from_image:
@@ -169,7 +169,7 @@ class CogVideoXTrainer(Trainer):
         prediction = self.model(
             hidden_states=fed.to(self.dtype),
             encoder_hidden_states=batch["text"].to(self.dtype),
-            timestep=t.to(x0.device),
+            timestep=ob.to_device_of(t, x0),
             image_rotary_emb=self.rotary(pad + f, h, w, x0.device),
             ofs=fed.new_full((1,), 2.0, dtype=self.dtype) if self.net.ofs_embed_dim else None,
             return_dict=False,
@@ -216,7 +216,7 @@ class CogVideoXTrainer(Trainer):
         frame = factors[self.config.condition_scale] * drawn
         kept = self.uniform("condition_kept") >= self.config.condition_dropout
         out = torch.zeros_like(like)
-        out[:, 0] = torch.where(ob.expand(kept, frame).to(frame.device), frame, 0.0)
+        out[:, 0] = torch.where(ob.to_device_of(ob.expand(kept, frame), frame), frame, 0.0)
         return out
 
     def conditions(self) -> dict[str, float]:

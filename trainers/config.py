@@ -60,7 +60,7 @@ class ComponentOptions:
     subfolder: str | None = None
     """Subfolder that holds the component; null means the one named after it."""
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
-    """Precision to load it in; null leaves the choice to the trainer."""
+    """Precision to load it in; null means precision.weights."""
 
 
 @dataclass
@@ -84,7 +84,7 @@ class DataOptions:
     skip_bad: bool = False
     """Leave out clips that cannot be read, naming and counting them, instead of stopping."""
     num_workers: CountOrZero = 2
-    """Workers per rank that decode clips ahead of the encoder; 0 decodes each clip when it is needed."""
+    """Workers per rank that decode clips ahead of the encoder, and read batches ahead of the step; 0: none ahead."""
 
 
 @dataclass
@@ -172,7 +172,7 @@ class TrainOptions:
     seed: CountOrZero = 42
     """Decides everything random."""
     max_hours: Positive | None = None
-    """Save and stop after this many hours; checkpoint.resume continues."""
+    """Save and stop after this many hours, counted from the start of the program; checkpoint.resume continues."""
     log_every: Count = 10
     """Optimizer steps between two log lines."""
     process_group_timeout: Count = 7200
@@ -188,7 +188,7 @@ class ValidationOptions:
     at_start: bool = True
     """Sample before the first step too, for comparison."""
     num_inference_steps: Count | None = None
-    """Denoising steps per sample; null means the pipeline's own default."""
+    """Denoising steps per sample; null means the model's own default."""
     scheduler: str | None = None
     """diffusers scheduler class to sample with, such as UniPCMultistepScheduler; null means the model's own."""
     from_export: bool = False

@@ -197,4 +197,4 @@ class Contract(ABC):
         loss = objectives.loss_per_sample(prediction, target, mask, o.type, o.huber_delta)
         if o.weighting == "none":
             return loss
-        return loss * objectives.level_weight(sigma_B, o.weighting).to(loss.device)
+        return loss * objectives.to_device_of(objectives.level_weight(sigma_B, o.weighting), loss)

@@ -49,7 +49,6 @@ class HunyuanVideoTrainer(Trainer):
     # A bare to_q would also adapt the blocks that refine the text.
     lora_targets = [r"(single_)?transformer_blocks\.\d+\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"]
     frame_rule, side_rule = (4, 1), 16
-    half_precision, pretrained_caption_technique = ("bf16",), "empty"
     trims = {"text": "text_mask"}
     comfy_names = HUNYUAN
     repeated_blocks = ["HunyuanVideoTokenReplaceTransformerBlock", "HunyuanVideoTokenReplaceSingleTransformerBlock"]
@@ -165,7 +164,7 @@ class HunyuanVideoTrainer(Trainer):
         x0 = latents.draw(moments, self.normal("posterior", (B, C, f, h, w)))
         noise = self.normal("noise", (B, C, f, h, w))
         sigma = self.noise_levels(f * h * w // self.net.patch_size**2)
-        level = sigma.to(x0.device)
+        level = ob.to_device_of(sigma, x0)
         guidance = torch.full((B,), self.config.guidance, dtype=self.dtype, device=x0.device) * 1000
         prediction = self.model(
             hidden_states=self.conditioned(ob.flow(x0, noise, level), batch.get("condition")).to(self.dtype),

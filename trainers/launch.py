@@ -13,7 +13,8 @@ from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 
-from data.cache import NonFinite
+from data.cache import BrokenEntry, NonFinite
+from data.video import UnreadableClip
 from models.adapters import AdapterError
 from models.export import ExportError
 from models.load import ModelError
@@ -28,6 +29,7 @@ from trainers.tracking import TrackerError
 # Faults of the user's files, options and numbers: they end in one message, without a traceback.
 USER_ERRORS = (
     AdapterError,
+    BrokenEntry,
     CheckpointError,
     ExportError,
     ModelError,
@@ -38,6 +40,7 @@ USER_ERRORS = (
     PrecisionError,
     PromptError,
     TrackerError,
+    UnreadableClip,
 )
 
 
@@ -52,6 +55,7 @@ TALKATIVE = (
 
 def quiet() -> None:
     """Hushes the import-time notes of libraries, for scripts; their errors are still told."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or each forked loader worker tells of it
     for name in TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
 

@@ -10,6 +10,7 @@ Letters: B batch, C channels, f h w latent frames and sides, S = f * h * w video
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,24 +19,16 @@ from models import latents
 from models.comfy_names import LTX
 from trainers import objectives as ob
 from trainers.base import Trainer
-from trainers.config import Config
+from trainers.config import Config, Count, Fraction
 from trainers.objectives import Batch
 
 
 @dataclass
 class LTXConfig(Config):
-    first_frame_p: float = 0.1
+    first_frame_p: Fraction = 0.1
     """How often, per sample, the first frame is given clean (image-to-video); 0.1 is LTX-Video-Trainer's value."""
-    max_sequence_length: int | None = None
+    max_sequence_length: Count | None = None
     """Text tokens. null: the pipeline's own length, 128 for 0.9.0 and 0.9.1, 256 for 0.9.5 and later."""
-
-    def problems(self) -> list[str]:
-        found = super().problems()
-        if not 0 <= self.first_frame_p <= 1:
-            found.append(f"first_frame_p must lie in [0, 1], not {self.first_frame_p}")
-        if self.max_sequence_length is not None and self.max_sequence_length < 1:
-            found.append(f"max_sequence_length must be 1 or more, not {self.max_sequence_length}")
-        return found
 
 
 class LTXTrainer(Trainer):
@@ -46,11 +39,13 @@ class LTXTrainer(Trainer):
     tiny = ("ltx", "ltx-condition")
     lora_targets = ["to_q", "to_k", "to_v", "to_out.0"]
     frame_rule, side_rule = (8, 1), 32
-    half_precision = ("bf16",)
-    pretrained_caption_technique = "empty"
     trims = {"text": "text_mask"}
     comfy_names = LTX
     sample_defaults = {"num_inference_steps": 50, "guidance_scale": 3.0}
+
+    def __init__(self, config: LTXConfig):
+        super().__init__(config)
+        self.grid = lru_cache(maxsize=16)(self.make_grid)  # which copies a constant to the device, and so waits for it
 
     # -- what the folder says ---------------------------------------------------------------------------------------
 
@@ -117,15 +112,15 @@ class LTXTrainer(Trainer):
         )  # [B, S], on the CPU like every coin: no sync to look
         any_given = bool(first.any())
         level = sigma[:, None].where(~given, 0.0) if any_given else (sigma[:, None] if self.causal else sigma)
-        level, given = level.to(x0.device), given.to(x0.device)
+        level, given = ob.to_device_of(level, x0), ob.to_device_of(given, x0)
 
-        noisy = ob.flow(x0, noise, sigma.to(x0.device))
+        noisy = ob.flow(x0, noise, ob.to_device_of(sigma, x0))
         prediction = self.model(
             hidden_states=torch.where(given[..., None], x0, noisy).to(self.dtype),
             encoder_hidden_states=batch["text"].to(self.dtype),
             encoder_attention_mask=batch["text_mask"],
             timestep=1000 * level,
-            **self.coordinates(batch["fps"], f, h, w, x0.device),
+            **self.coordinates(batch["fps"], f, h, w, x0),
             return_dict=False,
         )[0]
         return self.reduce(prediction, noise - x0, sigma, ~given[..., None] if any_given else None)
@@ -144,19 +139,20 @@ class LTXTrainer(Trainer):
         """[B, C, f, h, w] -> [B, S, C], order f h w."""
         return self.pretrained.pipeline_type._pack_latents(x, 1, 1)
 
-    def coordinates(self, fps_B: Tensor, f: int, h: int, w: int, device) -> dict:
+    def make_grid(self, f: int, h: int, w: int, device) -> Tensor:
+        """[1, 3, S]: each token's place in frames and pixels, by the pipeline's own functions."""
+        pipe, (time, space) = self.pretrained.pipeline_type, self.compression
+        return pipe._scale_video_ids(pipe._prepare_video_ids(1, f, h, w, device=device), space, time, 0, device).float()
+
+    def coordinates(self, fps_B: Tensor, f: int, h: int, w: int, like: Tensor) -> dict:
         """The keywords that tell the transformer where its tokens are, at each clip's own frame rate."""
         time, space = self.compression
         if self.causal:
-            pipe = self.pretrained.pipeline_type
-            ids = pipe._prepare_video_ids(len(fps_B), f, h, w, device=device)
-            coords = pipe._scale_video_ids(ids, space, time, 0, device).float()
-            coords[:, 0] = coords[:, 0] * (1.0 / fps_B.to(device))[:, None]
+            coords = self.grid(f, h, w, like.device).repeat(len(fps_B), 1, 1)
+            coords[:, 0] *= ob.to_device_of(1.0 / fps_B, like)[:, None]
             return {"video_coords": coords}
         rates = set(fps_B.tolist())  # fps stays on the CPU: no sync
-        scale = (
-            time / rates.pop() if len(rates) == 1 else ob.expand(time / fps_B, torch.empty(1, 1, 1, 1, 1)).to(device)
-        )
+        scale = time / rates.pop() if len(rates) == 1 else ob.to_device_of((time / fps_B).view(-1, 1, 1, 1, 1), like)
         return {"num_frames": f, "height": h, "width": w, "rope_interpolation_scale": (scale, space, space)}
 
     def conditions(self) -> dict[str, float]:

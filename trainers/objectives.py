@@ -21,6 +21,11 @@ def expand(value_B: Tensor, like: Tensor) -> Tensor:
     return value_B.view(-1, *[1] * (like.ndim - 1))
 
 
+def to_device_of(value: Tensor, like: Tensor) -> Tensor:
+    """`value` on the device of `like`. Does not wait for a GPU, as `.to` does until all its work is done."""
+    return value.to(like.device, non_blocking=like.is_cuda)
+
+
 def shift_levels(sigma: Tensor, shift: float) -> Tensor:
     """Moves noise levels towards 1: shift * s / (1 + (shift - 1) * s), SD3 paper (arXiv 2403.03206) eq. 23."""
     return shift * sigma / (1 + (shift - 1) * sigma)
@@ -132,14 +137,14 @@ def swap_rows(batch: Batch, other: Batch, rows_B: Tensor) -> Batch:
         if own.ndim > 1 and own.shape[1] != row.shape[1]:
             length = max(own.shape[1], row.shape[1])
             own, row = pad_to(own, length), pad_to(row, length)
-        out[key] = torch.where(expand(rows_B.to(own.device), own), row.to(own), own)
+        out[key] = torch.where(expand(to_device_of(rows_B, own), own), row.to(own), own)
     return out
 
 
 def zero_rows(batch: Batch, keys: tuple[str, ...], rows_B: Tensor) -> Batch:
     """`batch` with the chosen rows of `keys` set to zero."""
     # masked_fill, for torch.where would turn a bool mask into integers
-    return batch | {k: batch[k].masked_fill(expand(rows_B.to(batch[k].device), batch[k]), 0) for k in keys}
+    return batch | {k: batch[k].masked_fill(expand(to_device_of(rows_B, batch[k]), batch[k]), 0) for k in keys}
 
 
 def pad_to(sequence: Tensor, length: int) -> Tensor:

@@ -5,9 +5,9 @@ and a function that encodes. `Encoders` is the same for a run: the text encoder 
 """
 
 import ast
-import gc
 import hashlib
 import inspect
+import signal
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -159,6 +159,12 @@ class RawRows:
         return {"pixels": frames_of(sample), "fps": torch.tensor(sample.fps, dtype=torch.float32)}
 
 
+def ignore_signals(worker: int) -> None:
+    """For a loader worker: signals often go to the whole process group, and the rest of the step still needs it."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def image_of(picture: Picture):
     """The picture as a PIL image, cut as clips are."""
     from PIL import Image
@@ -305,10 +311,10 @@ class Encoders:
         """Gives the encoders' memory back."""
         if not self.pipes:
             return
+        from accelerate.utils.memory import clear_device_cache
+
         self.pipes.clear()
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        clear_device_cache(garbage_collection=True)
 
     @torch.no_grad()
     def encode_texts(self, texts: list[Text]) -> list[Batch]:
@@ -356,6 +362,7 @@ class Encoders:
             num_workers=workers,
             prefetch_factor=4 if workers else None,
             pin_memory=self.trainer.device.type == "cuda",
+            worker_init_fn=ignore_signals,
         )
 
     def finish(self, batch: Batch, bucket: str, picks: list[int]) -> Batch:

@@ -69,7 +69,7 @@ def write_card(root: Path, pipeline_name: str, config: Config) -> Path:
         lines[2:2] = ["from safetensors.torch import load_file"] * also
         lines[2:2] = ["from peft import PeftModel"] * (not diffusers_reads)
         lines += [
-            f'pipe = {pipeline_name}.from_pretrained("{base}", torch_dtype=torch.bfloat16).to("cuda")',
+            f'pipe = {pipeline_name}.from_pretrained("{base}", dtype=torch.bfloat16).to("cuda")',
             # Before the adapter, which renames the layers it is put on.
             *[f'pipe.transformer.load_state_dict(load_file("THIS_FOLDER/{ALSO_FILE}"), strict=False)'] * also,
             'pipe.load_lora_weights("THIS_REPOSITORY_OR_FOLDER")'
@@ -82,8 +82,8 @@ def write_card(root: Path, pipeline_name: str, config: Config) -> Path:
             "from diffusers import AutoModel",
             "",
             'transformer = AutoModel.from_pretrained("THIS_REPOSITORY_OR_FOLDER", subfolder="transformer", '
-            "torch_dtype=torch.bfloat16)",
-            f'pipe = {pipeline_name}.from_pretrained("{base}", transformer=transformer, torch_dtype=torch.bfloat16)',
+            "dtype=torch.bfloat16)",
+            f'pipe = {pipeline_name}.from_pretrained("{base}", transformer=transformer, dtype=torch.bfloat16)',
         ]
         what = "full fine-tune of the transformer"
     buckets = ", ".join(map(str, config.data.buckets))
@@ -104,8 +104,13 @@ def write_card(root: Path, pipeline_name: str, config: Config) -> Path:
 
 def sample(trainer) -> None:
     """validation.from_export: the prompts once more, from the published files in a fresh network. On all ranks."""
+    trainer.network.to("cpu")  # two large ones would not fit
+    fresh = None
 
     def pipeline(prompt):
+        nonlocal fresh
+        if fresh is not None:
+            return trainer.pipeline(prompt, fresh)
         if trainer.config.method == "full":
             kind = trainer.pretrained.type_named(trainer.transformer_class)
             net = kind.from_pretrained(trainer.output_dir / "transformer", dtype=trainer.dtype)
@@ -114,6 +119,7 @@ def sample(trainer) -> None:
         pipe = trainer.pipeline(prompt, net.to(trainer.device).eval())
         if trainer.config.method == "lora":
             load_adapter(pipe, trainer.output_dir)
+        fresh = pipe.transformer
         return pipe
 
     trainer.validation.run(trainer.step, pipeline, "from_export")

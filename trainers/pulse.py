@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import resource
 import sys
 import time
 from contextlib import contextmanager
@@ -38,7 +37,7 @@ class Pulse:
         mean = torch.stack([loss.mean() for loss in losses]).mean()
         row = torch.stack([mean, norm.to(mean), mean.new_full((), stop)])
         rows = self.accelerator.gather(row[None])  # [world, 3]
-        self.rows, self.arrived = rows.to("cpu", non_blocking=True), None
+        self.rows, self.arrived = rows.to("cpu", non_blocking=rows.is_cuda), None
         if rows.is_cuda:
             self.arrived = torch.cuda.Event()
             self.arrived.record()
@@ -78,8 +77,8 @@ class Pulse:
 class Clock:
     """Wall-clock time: seconds per step, saving and sampling not counted, and the end of train.max_hours."""
 
-    def __init__(self, step: int, max_hours: float | None):
-        self.mark, self.step = time.monotonic(), step
+    def __init__(self, max_hours: float | None):
+        self.mark, self.step = time.monotonic(), 0
         self.end = math.inf if max_hours is None else self.mark + 3600 * max_hours
 
     @property
@@ -104,5 +103,11 @@ def peak_memory(device: torch.device) -> int:
     """The most memory in use so far, in MiB: allocated on a CUDA device, else resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) >> 20
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        import psutil  # which Accelerate requires
+
+        return psutil.Process().memory_info().peak_wset >> 20
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20
