@@ -11,7 +11,8 @@ from PIL import Image
 from torch import nn
 
 from data.video import probe
-from trainers.validation import Prompt, Validation, as_uint8, evaluating, visiting
+from trainers.prompts import Prompt
+from trainers.validation import Validation, as_uint8, evaluating, visiting
 
 # -- when -------------------------------------------------------------------------------------------------------------
 

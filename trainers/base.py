@@ -21,10 +21,11 @@ from trainers.objectives import Batch
 from trainers.parsing import read_options, to_yaml
 from trainers.precompute import Encoders, to_device
 from trainers.pretrained import Pretrained
+from trainers.prompts import read_prompts
 from trainers.pulse import Clock, Pulse, peak_memory, seed_of
 from trainers.tracking import Tracker
 from trainers.tracking import check as check_trackers
-from trainers.validation import Validation, read_prompts
+from trainers.validation import Validation
 
 TIME_LIMIT = 1  # why a rank wants to stop: this, or the number of a signal
 # Shared options that change what is learned: said when a resumed run has others, as are all of the model's own.

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from data.video import read_frames, write_video
-from trainers.prompts import Prompt, PromptError, read_prompts
-
-__all__ = ["Prompt", "PromptError", "Sample", "Validation", "read_prompts"]
+from trainers.prompts import Prompt
 
 # What can go wrong inside one sample: memory, sizes, a keyword of the wrong type, a full disk. Training outlives it.
 SAMPLE_ERRORS = (RuntimeError, ValueError, TypeError, OSError, ArithmeticError)
