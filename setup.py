@@ -24,6 +24,12 @@ REQUIRES = [
     "sentencepiece>=0.2.3,<0.3",
 ]
 DEEPSPEED = ["deepspeed>=0.19.8,<0.20"]
+OPTIMIZERS = [
+    "came-pytorch>=0.1.3,<0.2",
+    "prodigyopt>=1.1.2,<2",
+    "schedulefree>=1.4.1,<2",
+    "torch-optimi>=0.3.3,<0.4",
+]
 
 setup(
     name="reeltune",
@@ -33,5 +39,9 @@ setup(
     python_requires=">=3.11",  # diffusers, transformers, av and numpy of these ranges need it
     packages=["trainers", "models", "data"],
     install_requires=REQUIRES,
-    extras_require={"deepspeed": DEEPSPEED, "dev": [*DEEPSPEED, "pytest>=9.2,<10", "ruff>=0.17.6,<0.18"]},
+    extras_require={
+        "deepspeed": DEEPSPEED,
+        "optimizers": OPTIMIZERS,
+        "dev": [*DEEPSPEED, *OPTIMIZERS, "pytest>=9.2,<10", "ruff>=0.17.6,<0.18"],
+    },
 )

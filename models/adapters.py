@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from models import lora_files
+from models import lora_files, quantize
 from models.comfy_names import Names
 from models.lora_files import AdapterError
 
@@ -121,8 +121,12 @@ def trainable(net: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def require_gradients(net: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-    """Raises AdapterError naming those of `parameters` (all that train) that the backward pass did not reach."""
-    if all(p.grad is not None for p in parameters):
+    """Raises AdapterError naming those of `parameters` (all that train) that the backward pass did not reach.
+
+    Where no gradient is left to see, as under DeepSpeed, which updates inside backward, nothing is known.
+    """
+    seen = [p.grad is not None for p in parameters]
+    if all(seen) or not any(seen):
         return
     named = trainable(net)
     missed = [own_name(name) for name, p in named.items() if p.grad is None]
@@ -174,7 +178,7 @@ def _check_attached(net: nn.Module, targets: list[str]) -> None:
 
 def _report(net: nn.Module, modules: list[str], parameters: list[str]) -> Report:
     count = sum(p.numel() for p in trainable(net).values())
-    return Report(modules, parameters, count, sum(p.numel() for p in net.parameters()))
+    return Report(modules, parameters, count, sum(quantize.numel(p) for p in net.parameters()))
 
 
 # -- patterns --------------------------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ def save_transformer(
     net.save_config(folder)
     state = net.state_dict() if full is None else full
     # Shapes alone decide the shards: tensors without data, in the dtype that will be written.
-    shapes = {k: torch.empty(v.shape, dtype=_saved_dtype(net, k, v, dtype), device="meta") for k, v in state.items()}
+    shapes = {k: torch.empty(v.shape, dtype=saved_dtype(net, k, v, dtype), device="meta") for k, v in state.items()}
     plan = split_torch_state_dict_into_shards(shapes, filename_pattern=WEIGHTS, max_shard_size=max_shard_size)
     for file, names in plan.filename_to_tensors.items():
         shard = {name: state[name].detach().to("cpu", shapes[name].dtype).contiguous() for name in names}
@@ -210,7 +210,7 @@ def verify_transformer(
     seen: set[str] = set()
     for file in sorted(folder.glob(WEIGHTS.format(suffix="*"))):
         shard = _read_tensors(file)
-        expected = {k: state[k].detach().to("cpu", _saved_dtype(net, k, state[k], dtype)) for k in shard if k in state}
+        expected = {k: state[k].detach().to("cpu", saved_dtype(net, k, state[k], dtype)) for k in shard if k in state}
         _compare(file, shard, expected)
         seen |= shard.keys()
     if missing := sorted(state.keys() - seen):
@@ -218,7 +218,7 @@ def verify_transformer(
     _reading(folder / "config.json", lambda: type(net).load_config(folder, local_files_only=True))
 
 
-def _saved_dtype(net: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+def saved_dtype(net: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     """`dtype` for floating tensors, but float32 for what the model itself always loads in float32."""
     if not tensor.is_floating_point():
         return tensor.dtype

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 
+from models import quantize
 from models.precision import DTYPES
 
 logger = logging.getLogger(__name__)
@@ -392,7 +393,7 @@ def _from_folder(kind: type, folder: Path, dtype: torch.dtype, variant: str | No
     )
     if missing := sorted(report["missing_keys"]):  # they would be random numbers
         raise ModelError(f"{folder}: no weights for {', '.join(missing[:3])} ({len(missing)} in all)")
-    return module.eval()
+    return quantize.ready(module.eval())
 
 
 def _from_single_file(kind: type, file: Path, name: str, dtype: torch.dtype, config: Path):

@@ -90,19 +90,30 @@ def _ltx_vae(timestep_conditioning: bool):
     return vae
 
 
-def _ltx_parts(width: int, conditioned_decoder: bool) -> dict:
+def _heads(width: int, least: int, size: int, multiple: int) -> tuple[int, int]:
+    """(number, size) of attention heads that fill `width`: `least` of them, or as many as keep them to about `size`.
+
+    That is the published size: wide models are slow with larger ones. Each is a `multiple` wide, else ValueError.
+    """
+    count = max(least, width // size)
+    if width % (count * multiple):
+        unit = count * multiple
+        raise ValueError(f"width {width} must be a multiple of {unit}: {count} heads of a multiple of {multiple}")
+    return count, width // count
+
+
+def _ltx_parts(width: int, layers: int, conditioned_decoder: bool) -> dict:
     from diffusers import LTXVideoTransformer3DModel
 
-    if width % 8:
-        raise ValueError(f"width {width} must be a multiple of 8: four heads of an even size")
+    heads, size = _heads(width, 4, 64, 2)
     tokenizer = t5_tokenizer()
     transformer = LTXVideoTransformer3DModel(
         in_channels=LATENT_CHANNELS,
         out_channels=LATENT_CHANNELS,
-        num_attention_heads=4,
-        attention_head_dim=width // 4,
+        num_attention_heads=heads,
+        attention_head_dim=size,
         cross_attention_dim=width,
-        num_layers=2,
+        num_layers=layers,
         caption_channels=TEXT_DIM,
     ).eval()
     return {
@@ -113,7 +124,7 @@ def _ltx_parts(width: int, conditioned_decoder: bool) -> dict:
     }
 
 
-def ltx(width: int = 32):
+def ltx(width: int = 32, layers: int = 2):
     """LTX-Video 0.9.0 and 0.9.1: plain text-to-video pipeline, flow shift chosen from the number of tokens."""
     from diffusers import FlowMatchEulerDiscreteScheduler, LTXPipeline
 
@@ -125,15 +136,15 @@ def ltx(width: int = 32):
         max_image_seq_len=4096,
         shift_terminal=0.1,
     )
-    return LTXPipeline(scheduler=scheduler, **_ltx_parts(width, conditioned_decoder=False))
+    return LTXPipeline(scheduler=scheduler, **_ltx_parts(width, layers, conditioned_decoder=False))
 
 
-def ltx_condition(width: int = 32):
+def ltx_condition(width: int = 32, layers: int = 2):
     """LTX-Video 0.9.5 and later: condition pipeline, fixed shift 1, a decoder that takes a timestep and noise."""
     from diffusers import FlowMatchEulerDiscreteScheduler, LTXConditionPipeline
 
     return LTXConditionPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0), **_ltx_parts(width, conditioned_decoder=True)
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0), **_ltx_parts(width, layers, conditioned_decoder=True)
     )
 
 
@@ -155,7 +166,13 @@ def _cog_vae(scaling_factor: float, invert_scale_latents: bool):
     return vae
 
 
-def cogvideox(width: int = 32, positions: str = "sincos", images: bool = False, patch_size_t: int | None = None):
+def cogvideox(
+    width: int = 32,
+    layers: int = 2,
+    positions: str = "sincos",
+    images: bool = False,
+    patch_size_t: int | None = None,
+):
     """CogVideoX as its variants differ: `positions` sincos (2b), rotary (5b, 1.5) or rotary and learned (5b-I2V).
 
     `images`: image-to-video. `patch_size_t` 2: version 1.5.
@@ -167,18 +184,17 @@ def cogvideox(width: int = 32, positions: str = "sincos", images: bool = False, 
         CogVideoXTransformer3DModel,
     )
 
-    if width % 32:
-        raise ValueError(f"width {width} must be a multiple of 32: two heads whose size is a multiple of 16")
+    heads, size = _heads(width, 2, 64, 16)
     rotary, learned = positions != "sincos", positions == "learned"
     transformer = CogVideoXTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=width // 2,
+        num_attention_heads=heads,
+        attention_head_dim=size,
         in_channels=LATENT_CHANNELS * (2 if images else 1),
         out_channels=LATENT_CHANNELS,
         time_embed_dim=16,
         ofs_embed_dim=16 if images and patch_size_t else None,
         text_embed_dim=TEXT_DIM,
-        num_layers=2,
+        num_layers=layers,
         # The published 1.0 is at home at 49x480x720, 1.5 at any size up to 2400 x 2400.
         sample_frames=17,
         sample_height=32 if patch_size_t else 4,
@@ -208,8 +224,9 @@ def cogvideox(width: int = 32, positions: str = "sincos", images: bool = False, 
     )
 
 
-def hunyuan(width: int = 32, images: str | None = None):
-    """HunyuanVideo; `images`: the published image-to-video kinds, "token_replace" or "latent_concat"."""
+def hunyuan(width: int = 32, layers: int = 1, images: str | None = None):
+    """HunyuanVideo with `layers` of each kind; `images`: the published image-to-video kinds, "token_replace" or
+    "latent_concat"."""
     from diffusers import (
         AutoencoderKLHunyuanVideo,
         FlowMatchEulerDiscreteScheduler,
@@ -219,17 +236,18 @@ def hunyuan(width: int = 32, images: str | None = None):
     )
     from transformers import CLIPImageProcessor
 
-    if width % 8 or width < 16:
-        raise ValueError(f"width {width} must be a multiple of 8 from 16 upwards: two heads with three rotary axes")
-    head, side = width // 2, width // 2 * 3 // 16 * 2  # rotary sizes of the three axes are even and fill the head
+    if width < 16:
+        raise ValueError(f"width {width} must be 16 or more: two heads with three rotary axes")
+    heads, head = _heads(width, 2, 128, 4)
+    side = head * 3 // 16 * 2  # rotary sizes of the three axes are even and fill the head
     concat, pooled_dim = images == "latent_concat", 8
     transformer = HunyuanVideoTransformer3DModel(
         in_channels=2 * LATENT_CHANNELS + 1 if concat else LATENT_CHANNELS,
         out_channels=LATENT_CHANNELS,
-        num_attention_heads=2,
+        num_attention_heads=heads,
         attention_head_dim=head,
-        num_layers=1,
-        num_single_layers=1,
+        num_layers=layers,
+        num_single_layers=layers,
         num_refiner_layers=1,
         guidance_embeds=not concat,
         text_embed_dim=TEXT_DIM,
@@ -270,17 +288,18 @@ BUILDERS: dict[str, Callable] = {
 }
 
 
-def build(name: str, folder: str | Path, width: int = 32) -> Path:
+def build(name: str, folder: str | Path, width: int = 32, layers: int | None = None) -> Path:
     """Write the tiny pipeline `name` (float32) to `folder` in the published layout and return that folder.
 
-    The same weights every time; torch's global generator is left as it was. `width` is the transformer's inner size.
+    The same weights every time; torch's global generator is left as it was. `width` is the transformer's inner size,
+    `layers` how many blocks it has (None: the builder's one or two).
     """
     if name not in BUILDERS:
         raise ValueError(f"no tiny pipeline {name!r}; there are: {', '.join(BUILDERS)}")
     folder = Path(folder)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # the CPU's only: torch.manual_seed would also re-seed the GPUs
-        pipeline = BUILDERS[name](width)
+        pipeline = BUILDERS[name](width, **({} if layers is None else {"layers": layers}))
     pipeline.save_pretrained(folder)
     return folder
 

@@ -120,6 +120,22 @@ def log(monkeypatch):
 
 
 @pytest.fixture
+def aligned(monkeypatch):
+    """Weights begin at multiples of 64, as those of a swapped block and of ZeRO do: of a file they lie where that has
+    them, and products on the CPU are rounded by where their factors lie."""
+    from models import memory
+
+    place = memory.place
+
+    def realign(net, *arguments):
+        for parameter in net.parameters():
+            parameter.data = parameter.data.clone()
+        place(net, *arguments)
+
+    monkeypatch.setattr(memory, "place", realign)
+
+
+@pytest.fixture
 def start(tiny_ltx, clips, cache, tmp_path):
     """start(name of the run, options ...) -> the trainer after its run in tmp_path / name."""
     from trainers.ltx import LTXTrainer

@@ -25,22 +25,23 @@ def hunyuan(**given):
     return HunyuanVideoTransformer3DModel(**(config | given)).eval()
 
 
-def cogvideox():
+def cogvideox(**given):
     from diffusers import CogVideoXTransformer3DModel
 
     torch.manual_seed(0)
     config = dict(num_attention_heads=2, attention_head_dim=16, in_channels=8, out_channels=4, time_embed_dim=8)
     config |= dict(text_embed_dim=12, num_layers=2, sample_width=16, sample_height=16, sample_frames=9, patch_size=2)
     config |= dict(patch_size_t=2, ofs_embed_dim=8, use_rotary_positional_embeddings=True)
-    return CogVideoXTransformer3DModel(**config).eval()
+    return CogVideoXTransformer3DModel(**(config | given)).eval()
 
 
-def ltx():
+def ltx(**given):
     from diffusers import LTXVideoTransformer3DModel
 
     torch.manual_seed(0)
     config = dict(in_channels=16, out_channels=16, num_attention_heads=4, attention_head_dim=8, num_layers=2)
-    return LTXVideoTransformer3DModel(**config, cross_attention_dim=32, caption_channels=32).eval()
+    config |= dict(cross_attention_dim=32, caption_channels=32)
+    return LTXVideoTransformer3DModel(**(config | given)).eval()
 
 
 def options(**given):
@@ -58,9 +59,10 @@ def trained(net, *targets, **given):
     return net
 
 
-def call_hunyuan(net):
-    g = torch.Generator().manual_seed(1)
-    return net(
+def hunyuan_inputs(seed=1):
+    """Of two samples, for `hunyuan`."""
+    g = torch.Generator().manual_seed(seed)
+    return dict(
         hidden_states=torch.randn(2, 4, 2, 4, 4, generator=g),
         timestep=torch.tensor([500.0, 20.5]),
         encoder_hidden_states=torch.randn(2, 5, 12, generator=g),
@@ -68,7 +70,24 @@ def call_hunyuan(net):
         pooled_projections=torch.randn(2, 8, generator=g),
         guidance=torch.tensor([1000.0, 1000.0]),
         return_dict=False,
-    )[0].detach()
+    )
+
+
+def call_hunyuan(net):
+    return net(**hunyuan_inputs())[0].detach()
+
+
+def cogvideox_inputs(seed=1):
+    """Of two samples, for `cogvideox`."""
+    g = torch.Generator().manual_seed(seed)
+    return dict(
+        hidden_states=torch.randn(2, 2, 8, 4, 4, generator=g),
+        encoder_hidden_states=torch.randn(2, 5, 12, generator=g),
+        timestep=torch.tensor([500, 20]),
+        image_rotary_emb=(torch.rand(4, 16, generator=g), torch.rand(4, 16, generator=g)),
+        ofs=torch.tensor([2.0]),
+        return_dict=False,
+    )
 
 
 def ltx_inputs(seed=1, dtype=torch.float32):

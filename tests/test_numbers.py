@@ -267,7 +267,7 @@ def test_parameters_without_a_gradient_are_refused(start, monkeypatch):
     """The old trap: reentrant checkpointing of frozen inputs cuts the blocks, with their adapters, off the graph."""
     from torch.utils.checkpoint import checkpoint
 
-    def reentrant(net, mode):
+    def reentrant(net, *options):
         net.enable_gradient_checkpointing(lambda block, *inputs: checkpoint(block, *inputs, use_reentrant=True))
 
     monkeypatch.setattr(memory, "checkpoint_blocks", reentrant)

@@ -31,6 +31,9 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 # Options of accelerate, torchrun, Slurm and models.export that the pages mention.
 FOREIGN = {"config", "config_file", "num_processes", "signal", "help", "to", "base", "out"}
+FOREIGN |= {"num_machines", "machine_rank", "main_process_ip", "main_process_port", "nproc_per_node", "nodes", "gpus"}
+FOREIGN |= {"parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"}
+FOREIGN |= {"minutes", "cases", "cpu"}  # of benchmarks/gpu_smoke.py
 TRAINERS = runs.trainers_by_name()
 OPTIONS = {name: kind.Config for kind in TRAINERS.values() for name, _ in options(kind.Config())}
 SECTIONS = {name.split(".")[0] for name in OPTIONS if "." in name}
@@ -48,10 +51,20 @@ def commands(page: Path) -> list[str]:
 
 
 def launched(command: str) -> tuple[type, list[str]]:
-    """The trainer and the words for its script in an `accelerate launch` command, which is checked up to there."""
+    """The trainer and the words for its script in a command that launches, which is checked up to there."""
     from accelerate.commands.launch import launch_command_parser
+    from torch.distributed.run import get_args_parser
 
-    arguments = launch_command_parser().parse_args(shlex.split(command)[2:])
+    words = [word for word in shlex.split(command) if not re.match(r"[A-Z][A-Z0-9_]*=", word)]
+    if words[0] == "sbatch":  # whose script passes the rest to accelerate launch
+        at = words.index("examples/slurm.sh")
+        words = ["accelerate", "launch", *words[at + 1 :]]
+    if words[0] == "torchrun":
+        arguments = get_args_parser().parse_args(words[1:])
+        arguments.config_file = None
+    else:
+        assert words[:2] == ["accelerate", "launch"], "a kind of command that this test does not know"
+        arguments = launch_command_parser().parse_args(words[2:])
     assert (ROOT / arguments.training_script).is_file()
     assert arguments.config_file is None or (ROOT / arguments.config_file).is_file()
     trainer = TRAINERS[arguments.training_script.removeprefix("train_").removesuffix(".py")]
@@ -74,11 +87,14 @@ def test_commands(page, command, clips, tmp_path, monkeypatch):
             assert re.search(rf"^\.PHONY:.*\b{target}\b", (ROOT / "Makefile").read_text(), re.M)
             subprocess.run(["make", "-n", target], check=True, capture_output=True)
     elif words[:2] == ["pip", "install"]:
-        assert words[2:] == ["-e", "."] and (ROOT / "setup.py").is_file()
+        assert words[2] == "-e" and re.fullmatch(r"\.(\[[a-z]+\])?", words[3]) and len(words) == 4
+        assert words[3][2:-1] in ("", *re.findall(r'^        "(\w+)": ', (ROOT / "setup.py").read_text(), re.M))
     elif words[:2] == ["python", "-m"]:
         assert importlib.util.find_spec(words[2])
+    elif words[0] == "python":
+        told = subprocess.run([sys.executable, *words[1:], "--list"], check=True, capture_output=True, text=True)
+        assert told.stdout.startswith("LoRA\n")
     else:
-        assert words[:2] == ["accelerate", "launch"], "a kind of command that this test does not know"
         trainer, given = launched(command)
         if "--data.train" not in given:
             given += ["--data.train", str(clips)]
@@ -116,6 +132,7 @@ def test_options_exist_and_take_the_values_shown(page, clips):
     text = page.read_text()
     named = set(re.findall(r"(?<![\w-])--([a-z][a-z_]*(?:\.[a-z_]+)*)", text)) - FOREIGN
     if page.name != "CONTRIBUTING.md":  # which also speaks of ruff and pytest
+        named = {name for name in named if not name.startswith("components.")}  # of which there may be any
         assert named <= OPTIONS.keys(), f"no such options: {sorted(named - OPTIONS.keys())}"
     quoted = re.findall(rf"`((?:{'|'.join(SECTIONS)})\.[a-z_]+)(?:: ([^`{{}}]+))?`", text)
     tops = re.findall(r"`(method|model|stage|report_to|first_frame_p): ([^`{}\[\]]+)`", text)

@@ -66,6 +66,7 @@ class FakeTrainer:
         self.whole.transformer.proj_in.eval()  # a part with a mode of its own
         self.scheduler = self.whole.scheduler
         self.accelerator = SimpleNamespace(
+            distributed_type="NO",
             process_index=rank,
             num_processes=world,
             is_main_process=rank == 0,
@@ -73,7 +74,8 @@ class FakeTrainer:
             autocast=contextlib.nullcontext,
         )
         options = SimpleNamespace(every=1, at_start=True, num_inference_steps=steps)
-        self.config = SimpleNamespace(output_dir=str(output_dir), validation=options)
+        memory = SimpleNamespace(context_parallel=1)
+        self.config = SimpleNamespace(output_dir=str(output_dir), validation=options, memory=memory)
         self.calls, self.frames = [], []
 
     def pipeline(self, prompt: Prompt):

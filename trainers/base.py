@@ -13,8 +13,8 @@ from torch import Tensor
 
 from data.batches import MicroBatches, Schedule, collate
 from data.video import HashMemo
-from models import adapters, export, memory, precision
-from trainers import checkpoints, launch, optimizers, plan, publish
+from models import adapters, context_parallel, export, memory, precision
+from trainers import checkpoints, estimate, launch, network, optimizers, plan, publish, sharding
 from trainers.config import Config, options, refuse
 from trainers.contract import Contract
 from trainers.objectives import Batch
@@ -29,7 +29,7 @@ from trainers.validation import Validation
 
 TIME_LIMIT = 1  # why a rank wants to stop: this, or the number of a signal
 # Shared options that change what is learned: said when a resumed run has others, as are all of the model's own.
-SAID = ("optimizer.", "noise.", "loss.", "lora.dropout", "precision.weights", "data.caption_", "train.seed")
+SAID = ("optimizer.", "noise.", "loss.", "lora.dropout", "precision.", "data.caption_", "train.seed")
 
 
 class Trainer(Contract):
@@ -53,6 +53,8 @@ class Trainer(Contract):
         precision.check(config, self.half_precision)
         self.accelerator = launch.accelerator(config)
         self.device, self.dtype = self.accelerator.device, precision.DTYPES[config.precision.weights]
+        refuse(precision.device_problems(config.precision, self.device))
+        precision.set_tf32(config.precision.allow_tf32)
         self.step, self.slots = 0, []
         self.saved: Path | None = None
         self.stop_signal, self.in_loop, self.clock = 0, False, Clock(config.train.max_hours)
@@ -65,14 +67,16 @@ class Trainer(Contract):
         check_trackers(c.report_to, self.output_dir)
         refuse(launch.useless_paths(c))
         checkpoints.refuse_leftovers(c, self.output_dir)
-        refuse(self.unfit())
+        refuse(network.unfit_folders(self))
+        refuse([*self.unfit(), *optimizers.problems(c, self.device, accelerator.num_processes)])
         self.plan = launch.on_main(accelerator, self.make_plan)
         self.validation = Validation(self, launch.on_main(accelerator, self.read_prompts))
         resume, saved, missing = launch.main_first(accelerator, self.take_stock)
         self.say(plan.report(self.plan, self, missing, self.global_batch))
+        self.say(*launch.on_main(accelerator, lambda: estimate.report(self, missing)))
+        launch.on_main(accelerator, lambda: network.check(self))
         if c.stage == "plan":
             return
-        launch.on_main(accelerator, self.check_patterns)
         if accelerator.is_main_process:
             (self.output_dir / "config.yaml").write_text(to_yaml(c), encoding="utf-8")
         if c.data.precompute == "disk":
@@ -99,6 +103,11 @@ class Trainer(Contract):
         self.accumulation = checkpoints.accumulation(c.train, self.world, self.global_batch)
         if self.accumulation != c.train.gradient_accumulation_steps:
             notes.append(f"keeping the checkpoint's global batch {self.global_batch}: accumulation {self.accumulation}")
+        if c.optimizer.fused_backward and self.accumulation > 1:
+            raise checkpoints.CheckpointError(
+                f"{resume}: its global batch {self.global_batch} would need {self.accumulation} accumulation steps, "
+                f"which optimizer.fused_backward cannot do: set train.batch_size {self.global_batch // self.world}"
+            )
         self.accelerator.gradient_accumulation_steps = self.accumulation
         self.schedule = Schedule(self.plan.sizes, self.global_batch, c.train.seed)
         self.steps = self.plan.steps(c.train, self.global_batch)
@@ -135,7 +144,7 @@ class Trainer(Contract):
     def fit(self) -> None:
         """The loop: for each optimizer step, micro-steps of forward and backward, then clip and update."""
         c, accelerator = self.config, self.accelerator
-        self.pulse, self.in_loop = Pulse(accelerator), True
+        self.pulse, self.in_loop = Pulse(accelerator, c.memory.context_parallel), True
         self.clock.lap(self.step)
         self.validate()
         losses: list[Tensor] = []
@@ -143,14 +152,16 @@ class Trainer(Contract):
             with accelerator.accumulate(self.model):
                 optimizers.set_rate(self.optimizer, optimizers.learning_rate(c.optimizer, self.step, self.steps))
                 loss_B = self.loss(self.drop_captions(batch))
-                accelerator.backward(loss_B.mean())
                 losses.append(loss_B.detach())
-                if accelerator.sync_gradients:
+                if accelerator.sync_gradients:  # before backward, in which DeepSpeed updates
                     self.settle()
                     if self.pulse.stop:  # the ranks agreed with the last step: this one is not taken
                         break
+                accelerator.backward(loss_B.mean())
+                if accelerator.sync_gradients:
                     adapters.require_gradients(self.network, self.parameters)
-                    norm = accelerator.clip_grad_norm_(self.parameters, c.optimizer.max_grad_norm or math.inf)
+                    norm = optimizers.clip(accelerator, self.optimizer, self.parameters, c.optimizer.max_grad_norm)
+                    torch.manual_seed(seed_of(c.train.seed, self.step))  # ranks that round stochastically stay alike
                 self.optimizer.step()
                 self.optimizer.zero_grad()
             if accelerator.sync_gradients:
@@ -163,13 +174,14 @@ class Trainer(Contract):
     def batches(self) -> Iterator[Batch]:
         """Micro-batches up to the last step, on the device; sets the slots that randomness is keyed by."""
         rank, start = self.accelerator.process_index, self.step * self.accumulation
+        place = rank // self.config.memory.context_parallel
         micro = MicroBatches(
-            self.schedule, self.encoders.reader(), self.config.train.batch_size, self.accumulation, rank, self.world
+            self.schedule, self.encoders.reader(), self.config.train.batch_size, self.accumulation, place, self.world
         )
         loader = self.encoders.loader(micro, range(start, self.steps * self.accumulation))
         for n, (slots, bucket, picks, batch) in enumerate(loader, start):
             self.slots = slots
-            # For what draws from torch's global generator all the same: lora.dropout, stochastic rounding.
+            # For what draws from torch's global generator all the same, such as lora.dropout.
             torch.manual_seed(seed_of(self.config.train.seed, *divmod(n, self.accumulation), rank))
             yield to_device(self.encoders.finish(batch, bucket, picks), self.device)
 
@@ -218,7 +230,7 @@ class Trainer(Contract):
         if not self.validation.due(self.step, self.step == self.steps):
             return
         self.settle()
-        with self.clock.paused():
+        with self.clock.paused(), optimizers.averaged(self.optimizer):
             self.validation.run(self.step, stop=lambda: bool(self.stop_signal))
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
@@ -237,7 +249,7 @@ class Trainer(Contract):
                 "tokens_seen": self.tokens_seen,
                 "context": self.context(),
             }
-            folder = checkpoints.save(self.accelerator, self.output_dir, self.step, self.write_export, state)
+            folder = checkpoints.save(self.accelerator, self.output_dir, self.step, self.write_checkpoint, state)
             if self.accelerator.is_main_process:
                 checkpoints.prune(self.output_dir, c.keep, c.keep_exports)
         self.saved = folder
@@ -247,7 +259,7 @@ class Trainer(Contract):
     def restore(self, folder: Path, saved: dict) -> None:
         """Weights, optimizer and step of a checkpoint that fits this run."""
         try:
-            self.accelerator.load_state(str(folder / "state"))
+            checkpoints.read_state_into(self.accelerator, self.model, self.optimizer, folder / "state")
         except (OSError, RuntimeError, EOFError, KeyError, UnpicklingError, SafetensorError) as error:
             raise checkpoints.CheckpointError(
                 f"{folder}: its state is damaged ({type(error).__name__}); name an earlier checkpoint with "
@@ -284,50 +296,36 @@ class Trainer(Contract):
     def build(self) -> None:
         """The network with what trains of it, and its optimizer, prepared by Accelerate."""
         c = self.config
-        net = self.pretrained.component("transformer").to(self.device)
-        if c.method == "lora":
-            found = adapters.attach(net, c.lora, self.lora_targets, c.train.seed)
-        else:
-            found = adapters.select(net, c.train_modules)
-        adapters.cast_trainable(net, precision.DTYPES[c.precision.trainable])
-        self.say(str(found))
-        if c.lora.init_from:
-            notes = adapters.load_lora_into(net, c.lora.init_from, self.comfy_names)
-            self.say(f"starting from the weights of {c.lora.init_from}", *notes)
-        precision.apply_storage(net, c.precision.storage, self.dtype)
-        memory.checkpoint_blocks(net, c.memory.checkpointing)
-        memory.compile_blocks(net, c.memory.compile, c.memory.compile_backend, self.repeated_blocks)
-        net.train()
-        self.network, trainable = net, adapters.trainable(net)
-        self.parameters = list(trainable.values())
+        self.network = net = network.build(self)
         # DDP would send the whole frozen base from rank 0 at start, and cannot send FP8 at all.
         net._ddp_params_and_buffers_to_ignore = [
             name for name, tensor in [*net.named_parameters(), *net.named_buffers()] if not tensor.requires_grad
         ]
+        sharding.fit(self.accelerator, net, self.repeated_blocks)
         checkpoints.keep_trainable_only(self.accelerator, lambda: adapters.trainable(self.network))
-        optimizer = optimizers.build(c.optimizer, self.parameters)
-        self.model, self.optimizer = self.accelerator.prepare(net, optimizer)
+        optimizer = optimizers.build(c.optimizer, adapters.trainable(net), self.device)
+        # Without the list, prepare would bring to the device what a memory option keeps on the host.
+        placed = [False, None] if memory.moves_weights(c.memory) else None
+        self.model, self.optimizer = self.accelerator.prepare(net, optimizer, device_placement=placed)
+        self.parameters = list(adapters.trainable(net).values())  # FSDP2 has put shards in their places
 
-    def check_patterns(self) -> None:
-        """Raises AdapterError for what does not fit the network's shape: now, not after hours of encoding."""
-        c = self.config
-        if c.train_modules:
-            adapters.select(self.pretrained.skeleton("transformer"), c.train_modules)
-        elif c.lora.init_from:
-            net = self.pretrained.skeleton("transformer")
-            adapters.attach(net, c.lora, self.lora_targets)
-            adapters.load_lora_into(net, c.lora.init_from, self.comfy_names)
-        elif c.lora.targets or c.lora.exclude or c.lora.also_train:
-            adapters.choose(self.pretrained.skeleton("transformer"), c.lora, self.lora_targets)
+    def write_checkpoint(self, folder: Path) -> None:
+        """The state to go on from, and the usable result, into `folder`. Called on every rank."""
+        checkpoints.write_state(self.accelerator, self.model, self.optimizer, folder / "state")
+        full = sharding.gathered(self.accelerator, self.network, self.config.method == "lora", self.dtype)
+        if self.accelerator.is_main_process:
+            with optimizers.averaged(self.optimizer):
+                self.write_export(folder, full)
 
-    def write_export(self, folder: Path) -> None:
-        """The usable result into `folder`, read back and compared. Called on the main process."""
+    def write_export(self, folder: Path, full: dict[str, Tensor] | None = None) -> None:
+        """The usable result into `folder`, read back and compared. `full`: the whole weights where they are sharded."""
         if self.config.method == "lora":
-            self.say(*export.save_lora(self.pretrained.pipeline_type, self.network, folder, self.comfy_names))
-            export.verify_lora(self.pretrained.pipeline_type, folder, self.network, self.comfy_names)
+            pipeline, names = self.pretrained.pipeline_type, self.comfy_names
+            self.say(*export.save_lora(pipeline, self.network, folder, names, full))
+            export.verify_lora(pipeline, folder, self.network, names, full)
         else:
-            export.save_transformer(self.network, folder / "transformer", self.dtype)
-            export.verify_transformer(folder / "transformer", self.network, self.dtype)
+            export.save_transformer(self.network, folder / "transformer", self.dtype, full)
+            export.verify_transformer(folder / "transformer", self.network, self.dtype, full)
 
     def facts(self) -> dict:
         """What a checkpoint must share with the run that resumes it."""
@@ -342,6 +340,8 @@ class Trainer(Contract):
             **lora,
             "precision.trainable": c.precision.trainable,
             "optimizer.name": c.optimizer.name,
+            "optimizer.cpu_offload": c.optimizer.cpu_offload,
+            "distribution": sharding.name(self.accelerator),
         }
 
     def context(self) -> dict:
@@ -364,7 +364,7 @@ class Trainer(Contract):
             return []
         self.pretrained.scheduler(c.validation.scheduler)  # an unknown one is told now
         call, image_call = (self.pretrained.type_named(self.sample_class(k)).__call__ for k in ({}, {"image": True}))
-        rules = (*self.size_rules(), self.refuse_bucket)
+        rules = (*self.size_rules(), self.refuse_size)
         return read_prompts(c.validation.prompts, call, self.plan.most_used, c, image_call, *rules)
 
     def pipeline(self, prompt, network=None):
@@ -377,12 +377,19 @@ class Trainer(Contract):
 
     # -- small things -------------------------------------------------------------------------------------------------
 
+    def refuse_size(self, frames: int, height: int, width: int) -> str | None:
+        """Why this run cannot train or sample at a size that the size_rules allow; None when it can."""
+        size, degree = (frames, height, width), self.config.memory.context_parallel
+        return self.refuse_bucket(*size) or context_parallel.indivisible(size, self.tokens(*size), degree)
+
     @property
     def world(self) -> int:
-        return self.accelerator.num_processes
+        """Shares that a global batch is cut into: ranks, or groups of ranks that share tokens."""
+        return self.accelerator.num_processes // self.config.memory.context_parallel
 
     def say(self, *lines: str) -> None:
-        self.accelerator.print(*lines, sep="\n", end="\n" if lines else "", flush=True)
+        if lines and self.accelerator.is_main_process:  # accelerator.print tells it once per node
+            print(*lines, sep="\n", flush=True)
 
     def on_signal(self, number: int, frame) -> None:
         """In the loop: stop at the next step boundary. Elsewhere, or the second time: at once."""
@@ -393,4 +400,4 @@ class Trainer(Contract):
 
     def make_plan(self) -> plan.Plan:
         memo = HashMemo(self.config.cache_dir / "clips.json")
-        return plan.make(self.config, *self.size_rules(), self.refuse_bucket, memo)
+        return plan.make(self.config, *self.size_rules(), self.refuse_size, memo)

@@ -16,9 +16,11 @@ from safetensors import SafetensorError
 from torch.nn import Parameter
 
 from models.lora_files import share
+from trainers import sharding
 
 STATE = "trainer_state.json"
 TRAINABLE = "trainable.safetensors"
+SHARDS = "sharded"  # folder of a distributed checkpoint
 
 
 class CheckpointError(ValueError):
@@ -28,9 +30,12 @@ class CheckpointError(ValueError):
 def keep_trainable_only(accelerator, trainable: Callable[[], dict[str, Parameter]]) -> None:
     """Makes save_state and load_state handle the trainable parameters alone, by name: no frozen base in a checkpoint.
 
-    For one process and for DDP; sharded weights do not pass through these hooks.
+    For one process and for DDP; sharded weights do not pass through such hooks.
     """
     from safetensors.torch import load_file, save_file
+
+    if accelerator.distributed_type in ("FSDP", "DEEPSPEED"):
+        return
 
     def save(models, weights, folder):
         weights.clear()
@@ -50,19 +55,36 @@ def keep_trainable_only(accelerator, trainable: Callable[[], dict[str, Parameter
     accelerator.register_load_state_pre_hook(load)
 
 
-def save(accelerator, root: Path, step: int, write_export: Callable[[Path], None], state: dict) -> Path:
-    """Writes checkpoint-<step>: all ranks their state, the main one the export, then the list of files and the rename.
+def write_state(accelerator, model, optimizer, folder: Path) -> None:
+    """What goes on from here into `folder`: what trains and its optimizer, in the backend's own form. On every rank."""
+    if accelerator.distributed_type == "FSDP":
+        sharding.save(model, optimizer.optimizer, folder / SHARDS)
+    else:  # the keyword is DeepSpeed's: no frozen base in its checkpoints either
+        accelerator.save_state(str(folder), exclude_frozen_parameters=True)
 
-    Called on every rank. Raises CheckpointError when the disk is full; what was there before stays as it was.
+
+def read_state_into(accelerator, model, optimizer, folder: Path) -> None:
+    """What `write_state` wrote, into the prepared model and optimizer. On every rank."""
+    if accelerator.distributed_type == "FSDP":
+        sharding.load(model, optimizer.optimizer, folder / SHARDS)
+    elif accelerator.distributed_type == "DEEPSPEED":
+        accelerator.load_state(str(folder), load_module_strict=False)
+    else:
+        accelerator.load_state(str(folder))
+
+
+def save(accelerator, root: Path, step: int, write: Callable[[Path], None], state: dict) -> Path:
+    """Writes checkpoint-<step>: `write` what all ranks put there, then the list of files and the rename.
+
+    Called on every rank, as is `write`. Raises CheckpointError when the disk is full; what was there before stays as it
+    was.
     """
     final, partial = root / f"checkpoint-{step}", root / f".checkpoint-{step}.partial"
     if accelerator.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)
     accelerator.wait_for_everyone()
     try:
-        accelerator.save_state(str(partial / "state"))
-        if accelerator.is_main_process:
-            write_export(partial)
+        write(partial)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             files = {str(p.relative_to(partial)): p.stat().st_size for p in sorted(partial.rglob("*")) if p.is_file()}
@@ -155,6 +177,8 @@ def read_state(folder: Path) -> dict:
 def compare(folder: Path, saved: dict, own: dict) -> None:
     """Raises CheckpointError listing every fact in which the checkpoint and this run differ, both values named."""
     differ = [f"{k}: {saved.get(k)} in the checkpoint, {v} in this run" for k, v in own.items() if saved.get(k) != v]
+    if saved.get("distribution") != own["distribution"] and "DeepSpeed" in f"{saved.get('distribution')}{own}":
+        differ.append("DeepSpeed keeps its optimizer state in parts that only the same launch reads")
     if differ:
         raise CheckpointError(
             f"{folder} does not fit this run:\n  " + "\n  ".join(differ) + "\nGive the options of the checkpoint "

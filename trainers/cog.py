@@ -126,6 +126,9 @@ class CogVideoXTrainer(Trainer):
     def text_facts(self) -> dict:
         return {"max_sequence_length": self.net.max_text_seq_length}
 
+    def text_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"text": (self.net.max_text_seq_length, self.net.text_embed_dim)}
+
     def video_facts(self) -> dict:
         noise = [self.config.condition_variants, code_digest(self.first_frames)]
         return {"condition": noise} if self.from_image else {}

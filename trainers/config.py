@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from data.buckets import Bucket
 from data.sources import Source
+from trainers import rules
 
-ROUNDS_STOCHASTICALLY = ("adamw8bit-ao", "adamw4bit-ao", "adamwfp8-ao")
 DEFAULT_STEPS = 2000
 
 
@@ -45,6 +45,28 @@ LocalPath = Annotated[str, Place()]
 HubOrPath = Annotated[str, Place(or_hub=True)]
 
 
+OptimizerName = Literal[
+    "adamw",
+    "adamw8bit",
+    "lion8bit",
+    "ademamix8bit",
+    "paged_adamw8bit",
+    "paged_lion8bit",
+    "paged_ademamix8bit",
+    "adamw8bit-ao",
+    "adamw4bit-ao",
+    "adamwfp8-ao",
+    "adamw-kahan",
+    "muon",
+    "adafactor",
+    "came",
+    "prodigy",
+    "schedulefree",
+    "sgd",
+]
+Quantized = Literal["none", "nf4", "fp4", "int8", "int8wo", "fp8wo", "int4"]
+
+
 class OptionError(ValueError):
     """Options that cannot be used; the message lists every one of them."""
 
@@ -61,6 +83,8 @@ class ComponentOptions:
     """Subfolder that holds the component; null means the one named after it."""
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
     """Precision to load it in; null means precision.weights."""
+    quantize: Literal["nf4", "fp4", "int8", "int8wo", "fp8wo", "int4"] | None = None
+    """For a text encoder: as precision.quantize, while it encodes; null keeps it as it is."""
 
 
 @dataclass
@@ -112,17 +136,35 @@ class PrecisionOptions:
     weights: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Precision of the frozen weights and of the computation."""
     trainable: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the trained weights; bf16 needs an optimizer that rounds stochastically."""
+    """Precision of the trained weights; bf16 needs optimizer.name adamw8bit-ao, its kin or adamw-kahan."""
+    quantize: Quantized = "none"
+    """Kind of the frozen linear weights: nf4, fp4, int8 (bitsandbytes), int8wo, fp8wo, int4 (torchao, weight-only)."""
     storage: Literal["none", "fp8"] = "none"
     """fp8 halves the memory of frozen weights: they are kept in fp8 and cast up layer by layer."""
+    fp8_training: bool = False
+    """For method full: the linear layers multiply in fp8 (torchao); emulated, and slow, on a CPU."""
+    allow_tf32: bool = False
+    """Let float32 matrix products on CUDA use TF32: faster, with 10 bits of mantissa."""
 
 
 @dataclass
 class MemoryOptions:
-    checkpointing: Literal["none", "blocks"] = "blocks"
-    """blocks recomputes each block in the backward pass instead of keeping its activations."""
+    checkpointing: Literal["none", "blocks", "every_n", "ffn"] = "blocks"
+    """What the backward pass computes again instead of keeping it: blocks, every n-th block, or feed-forwards only."""
+    checkpoint_every: Count = 2
+    """n of checkpointing every_n."""
+    offload_activations: bool = False
+    """Keep what checkpointing keeps (the inputs of blocks) in host memory until the backward pass."""
+    block_swap: CountOrZero = 0
+    """Keep the frozen weights of this many blocks in host memory; two of these blocks at a time are on the device."""
+    group_offload: Literal["none", "block", "leaf"] = "none"
+    """Keep frozen weights in host memory: block is block_swap of all blocks; leaf moves each layer to and fro."""
+    attention: str | None = None
+    """Attention backend of diffusers, such as native, flash or sage; null means the model's own."""
+    context_parallel: Count = 1
+    """Experimental: this many ranks share the tokens of each sample."""
     compile: Literal["none", "blocks"] = "none"
-    """blocks compiles each repeated block with torch.compile."""
+    """blocks compiles the repeated blocks with torch.compile: once for all sizes where there are several buckets."""
     compile_backend: str = "inductor"
     """Backend of torch.compile."""
     vae_tiling: Literal["auto", "on", "off"] = "auto"
@@ -131,18 +173,20 @@ class MemoryOptions:
 
 @dataclass
 class OptimizerOptions:
-    name: Literal["adamw", "adamw8bit", "adamw8bit-ao", "adamw4bit-ao", "adamwfp8-ao", "sgd"] = "adamw"
-    """adamw and sgd are torch's, adamw8bit is bitsandbytes', the -ao ones are torchao's."""
+    name: OptimizerName = "adamw"
+    """8bit: bitsandbytes (paged: state moves to the host when needed); -ao: torchao; muon: AdamW outside of blocks;
+    adamw-kahan, came, prodigy and schedulefree need the extra `optimizers`."""
     learning_rate: Positive = 1e-4
-    """Learning rate after the warm-up."""
+    """Learning rate after the warm-up; about 1 for prodigy, which finds its own and scales it by this."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
-    """Decay of AdamW's two moments."""
+    """Decay of the averages of the gradient and of its square; sgd and adafactor have none of them, and muon has them
+    outside of blocks only."""
     epsilon: Positive = 1e-8
-    """Added to AdamW's denominator."""
+    """Added to the denominator of AdamW and its kin; lion8bit, adafactor, came and sgd have none."""
     weight_decay: NotNegative = 0.01
-    """Decoupled weight decay (AdamW), L2 penalty (sgd)."""
+    """Decoupled weight decay, in sgd an L2 penalty; none on biases, norms and tables that are added to activations."""
     momentum: BelowOne = 0.9
-    """Momentum of sgd."""
+    """Momentum of sgd and muon; no other has it."""
     schedule: Literal["constant", "linear", "cosine", "polynomial", "cosine_with_restarts"] = "cosine"
     """Course of the learning rate after the warm-up, as a function of the optimizer step."""
     warmup_steps: CountOrZero = 100
@@ -155,6 +199,12 @@ class OptimizerOptions:
     """Number of cosines in cosine_with_restarts."""
     max_grad_norm: NotNegative = 1.0
     """Norm that gradients are clipped to; 0 does not clip."""
+    lora_plus_ratio: Positive = 1.0
+    """LoRA+: the learning rate of the B matrices as a multiple of that of all else; 16 is its authors' choice."""
+    cpu_offload: bool = False
+    """Keep AdamW's state, and update the weights, in host memory (torchao; one CUDA device, without clipping)."""
+    fused_backward: bool = False
+    """Update each weight in the backward pass and free its gradient at once; for one process without accumulation."""
 
 
 @dataclass
@@ -175,6 +225,8 @@ class TrainOptions:
     """Save and stop after this many hours, counted from the start of the program; checkpoint.resume continues."""
     log_every: Count = 10
     """Optimizer steps between two log lines."""
+    deterministic: bool = False
+    """Only operations that give the same bits every time; slower on CUDA."""
     process_group_timeout: Count = 7200
     """Seconds that ranks wait for each other before giving up."""
 
@@ -289,74 +341,7 @@ class Config:
             for rule, value in _rules(option.hint, option.value)
             if not rule.holds(value)
         ]
-        lora, train, precision = self.lora, self.train, self.precision
-        lengths = {"steps": train.steps, "epochs": train.epochs, "max_samples": train.max_samples}
-        given = [f"train.{name} ({value})" for name, value in lengths.items() if value is not None]
-        of_lora = [f"lora.{name}" for name in ("init_from", "targets", "exclude", "also_train") if getattr(lora, name)]
-        half = "transformer" in self.components and self.components["transformer"].dtype
-        repeated = sorted({str(bucket) for bucket in self.data.buckets if self.data.buckets.count(bucket) > 1})
-        rules = [
-            (not self.model, "model is required: a Hub id, a folder in diffusers layout or a .safetensors file"),
-            (not self.output_dir, "output_dir is required: the folder that the run writes to"),
-            (not self.data.train, "data.train is required: a folder of clips and captions, or a metadata file"),
-            (not self.data.buckets, "data.buckets is required: the sizes to train at, such as 49x512x768"),
-            (repeated, f"data.buckets names {', '.join(repeated)} more than once"),
-            (len(given) > 1, f"only one of {' and '.join(given)} can be set: make the others null"),
-            (
-                self.checkpoint.resume and self.overwrite,
-                "checkpoint.resume continues the run in output_dir and overwrite starts it anew: choose one (the "
-                "configs set checkpoint.resume: latest; with overwrite make it null)",
-            ),
-            (
-                self.method == "full" and of_lora,
-                f"{', '.join(of_lora)}: for method lora, but method is full (its patterns are train_modules)",
-            ),
-            (
-                self.method == "lora" and self.train_modules,
-                "train_modules is for method full; with method lora use lora.also_train",
-            ),
-            (
-                self.method == "full" and precision.storage == "fp8",
-                "precision.storage fp8 keeps frozen weights only and needs method lora: with method full use none",
-            ),
-            (
-                precision.storage == "fp8" and lora.type == "dora",
-                "precision.storage fp8 with lora.type dora: DoRA computes with the stored weights themselves, which "
-                "fp8 cannot do; use lora.type lora or precision.storage none",
-            ),
-            (
-                precision.storage == "fp8" and self.memory.compile != "none",
-                "precision.storage fp8 with memory.compile: compiled code keeps weights for the backward pass that are "
-                "cast back to fp8 before it; use one of the two",
-            ),
-            (
-                precision.trainable == "bf16" and self.optimizer.name not in ROUNDS_STOCHASTICALLY,
-                "precision.trainable bf16 needs an optimizer that rounds stochastically: use fp32, or optimizer.name "
-                + " or ".join(ROUNDS_STOCHASTICALLY),
-            ),
-            (
-                precision.weights == "fp32" and half in ("bf16", "fp16"),
-                f"components.transformer.dtype {half}: precision.weights fp32 computes in fp32, which such weights "
-                "cannot; leave the dtype out, or set precision.weights too",
-            ),
-            (
-                self.precompute_only and self.stage == "train",
-                f"precompute_only {self.precompute_only} encodes and stage train does not: choose one",
-            ),
-            (
-                self.data.precompute == "off" and (self.precompute_only or self.stage == "precompute"),
-                "stage precompute and precompute_only fill the cache and need data.precompute disk, not off",
-            ),
-            (
-                self.noise.min >= self.noise.max,
-                f"noise.min ({self.noise.min}) must be below noise.max ({self.noise.max})",
-            ),
-            (
-                self.validation.from_export and not self.validation.prompts,
-                "validation.from_export samples validation.prompts, and none is given",
-            ),
-        ]
-        return found + [text for broken, text in rules if broken]
+        return found + [text for broken, text in rules.together(self) if broken]
 
     def check(self) -> None:
         """Raises OptionError that lists all `problems`, if there are any."""

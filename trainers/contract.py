@@ -54,6 +54,9 @@ class Contract(ABC):
     """Sequence -> mask, for text whose masked rows the model ignores: stored and batched without them."""
     repeated_blocks: ClassVar[list[str]] = []
     """Class names of blocks that memory.compile compiles besides those that the network declares itself."""
+    keep_precise: ClassVar[tuple[str, ...]] = ()
+    """Linear layers that no option of precision makes less precise, besides norms, embeddings and the outermost
+    projections (models/precision.py): regular expressions, searched in a module's name."""
     comfy_names: ClassVar[Names] = SAME
     """What ComfyUI calls the modules of the transformer: one of models.comfy_names, or a dict of that form."""
     sample_defaults: ClassVar[dict] = {}
@@ -116,6 +119,10 @@ class Contract(ABC):
         """Video tokens of one sample, for logs and prices."""
         (a, b), side = self.size_rules()
         return ((frames - b) // a + 1) * (height // side) * (width // side)
+
+    def text_shapes(self) -> dict[str, tuple[int, ...]] | None:
+        """Shapes of a row of encode_text at its longest, to estimate memory by; None leaves activations out of it."""
+        return None
 
     def text_facts(self) -> dict:
         """Settings besides weights and code that change what encode_text returns: they belong to the cache key."""

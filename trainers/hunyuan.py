@@ -94,6 +94,14 @@ class HunyuanVideoTrainer(Trainer):
     def text_facts(self) -> dict:
         return {"image_embed_interleave": self.interleave} if self.sees_image else {}
 
+    def text_shapes(self) -> dict[str, tuple[int, ...]]:
+        length = TEXT_LENGTH + (576 // self.interleave if self.sees_image else 0)
+        return {
+            "text": (length, self.net.text_embed_dim),
+            "text_mask": (length,),
+            "pooled": (self.net.pooled_projection_dim,),
+        }
+
     # -- the four answers ---------------------------------------------------------------------------------------------
 
     def encode_video(self, pipe, pixels: Tensor) -> Batch:

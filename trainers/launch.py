@@ -13,12 +13,15 @@ from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 
+import torch
+
 from data.cache import BrokenEntry, NonFinite
 from data.video import UnreadableClip
 from models.adapters import AdapterError
 from models.export import ExportError
 from models.load import ModelError
 from models.precision import PrecisionError
+from trainers import sharding
 from trainers.checkpoints import CheckpointError
 from trainers.config import Config, OptionError, refuse
 from trainers.plan import PlanError
@@ -85,6 +88,8 @@ def named(text: str) -> type:
 def accelerator(config: Config):
     """The Accelerator. Raises OptionError naming both values where the launcher's own config contradicts an option."""
     refuse(contradictions(config))
+    if config.train.deterministic:
+        be_deterministic()
     if os.environ.get("RANK", "0") == "0" and (other := other_versions()):
         print("warning: not tested with these versions:", *other, sep="\n  ", flush=True)
     from accelerate import Accelerator
@@ -96,11 +101,18 @@ def accelerator(config: Config):
         log_with=config.report_to or None,
         project_dir=config.output_dir,
         step_scheduler_with_optimizer=False,
+        **sharding.plugins(config),
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
             InitProcessGroupKwargs(timeout=timedelta(seconds=config.train.process_group_timeout)),
         ],
     )
+    sharding.load_whole()
+    kind = {"fsdp": "FSDP", "none": None}.get(sharding.launched(), "DEEPSPEED")
+    if kind and made.distributed_type != kind:
+        raise OptionError(
+            f"accelerate was launched with {kind} but runs {made.distributed_type.value} on {made.device}"
+        )
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched != made.num_processes:
         # Otherwise each would train alone, and all would write to the same folder.
@@ -109,6 +121,14 @@ def accelerator(config: Config):
             "ACCELERATE_USE_CPU=true in the environment"
         )
     return made
+
+
+def be_deterministic() -> None:
+    """The same bits every time, or an error from torch; before CUDA starts, which reads the variable only then."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would cost a pass over memory that is written next
+    torch.backends.cudnn.benchmark = False  # which picks algorithms by their speed
 
 
 def other_versions() -> list[str]:
@@ -159,11 +179,36 @@ def contradictions(config: Config) -> list[str]:
             f"accelerate is launched with dynamo_backend {backend.lower()}, but memory.compile is "
             f"{config.memory.compile}: set dynamo_backend to no there; memory.compile: blocks compiles"
         )
-    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
-            found.append(
-                f"accelerate is launched with {name}; this version trains on one process or with DDP (MULTI_GPU)"
-            )
+    return found + parallelism(config) + sharding.contradictions(config)
+
+
+def parallelism(config: Config) -> list[str]:
+    """Where the launcher splits the network or its tokens itself, or started too few ranks to share tokens."""
+    env, degree, found = os.environ, config.memory.context_parallel, []
+    asked = {}
+    if env.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        asked = {kind: int(env.get(f"PARALLELISM_CONFIG_{kind}_SIZE", 1)) for kind in ("TP", "CP", "SP")}
+    if asked.get("TP", 1) > 1:
+        found.append(
+            f"accelerate is launched with parallelism_config_tp_size {asked['TP']}: tensor parallelism is not "
+            "supported; use FSDP2, which shards the weights too, or remove it there"
+        )
+    found += [
+        f"accelerate is launched with parallelism_config_{kind.lower()}_size {asked[kind]}: its context parallelism is "
+        "for language models; remove it there and set memory.context_parallel"
+        for kind in ("CP", "SP")
+        if asked.get(kind, 1) > 1
+    ]
+    if env.get("ACCELERATE_USE_MEGATRON_LM", "false").lower() == "true":
+        found.append(
+            "accelerate is launched with MEGATRON_LM: its tensor parallelism knows no diffusers network; use FSDP2, "
+            "which shards the weights too"
+        )
+    if (ranks := int(env.get("WORLD_SIZE", 1))) % degree:
+        found.append(
+            f"memory.context_parallel {degree} needs a multiple of {degree} processes, and {ranks} "
+            f"{'is' if ranks == 1 else 'are'} launched: launch another number, or change the option"
+        )
     return found
 
 

@@ -40,6 +40,7 @@ class LTXTrainer(Trainer):
     lora_targets = ["to_q", "to_k", "to_v", "to_out.0"]
     frame_rule, side_rule = (8, 1), 32
     trims = {"text": "text_mask"}
+    keep_precise = ("caption_projection",)  # every token of text passes it; under 1 % of the weights
     comfy_names = LTX
     sample_defaults = {"num_inference_steps": 50, "guidance_scale": 3.0}
 
@@ -74,6 +75,9 @@ class LTXTrainer(Trainer):
     @property
     def text_length(self) -> int:
         return self.config.max_sequence_length or (256 if self.causal else 128)
+
+    def text_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"text": (self.text_length, self.net.caption_channels), "text_mask": (self.text_length,)}
 
     # -- the four answers -------------------------------------------------------------------------------------------
 

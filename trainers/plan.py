@@ -14,7 +14,7 @@ import torch
 from data.buckets import Bucket, assign, check_buckets, kept_share
 from data.sources import read_source
 from data.video import HashMemo, UnreadableClip, content_sha256, probe
-from trainers import objectives
+from trainers import objectives, sharding
 from trainers.config import DEFAULT_STEPS, Config
 
 DISTILLED = re.compile("distil|turbo|lightning|fasthunyuan", re.IGNORECASE)  # all that tells them is their names
@@ -170,10 +170,16 @@ def report(plan: Plan, trainer, missing: dict[str, tuple[int, int]], global_batc
             every = math.ceil(global_batch / len(at))
             lines.append(f"  fewer samples than a global batch of {global_batch}: served about once in {every} epochs")
     lines += listed("left out", plan.left_out) + listed("notes", plan.notes)
+    together = c.memory.context_parallel
+    ranks = "processes" if together == 1 else f"groups of {together} processes that share tokens"
     lines.append(
         f"global batch {global_batch} = {c.train.batch_size} x {global_batch // c.train.batch_size // trainer.world} "
-        f"accumulation x {trainer.world} processes; {plan.total / global_batch:.1f} steps per epoch; "
+        f"accumulation x {trainer.world} {ranks}; {plan.total / global_batch:.1f} steps per epoch; "
         f"{steps} steps = {steps * global_batch / plan.total:.1f} epochs"
+    )
+    lines.append(
+        f"distribution: {sharding.described(trainer.accelerator)}; computes in {c.precision.weights}, "
+        f"trains {c.precision.trainable} weights"
     )
     if (warmup := c.optimizer.warmup_steps) >= steps:
         lines.append(

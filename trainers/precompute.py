@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from data.batches import collate
 from data.cache import Cache, entry_key
 from data.video import content_sha256, read_frames, to_pixels
-from models import memory
+from models import memory, quantize
 from models.precision import DTYPES
 from trainers.objectives import Batch
 from trainers.plan import BLACK, Picture, PlanError, Sample, Text
@@ -208,8 +208,14 @@ class Encoders:
             "code": code_digest(trainer.encode_text if kind == "text" else trainer.encode_video),
             "dtype": [str(pretrained.dtype(name)) for name in names],
             "cache_dtype": self.config.data.cache_dtype,
+            **({"quantize": quantised} if (quantised := self.quantised(names)) else {}),
             **own,
         }
+
+    def quantised(self, names: Iterable[str]) -> dict[str, str]:
+        """Those of the components that are quantised while they encode, and how."""
+        own = self.config.components
+        return {name: own[name].quantize for name in names if name in own and own[name].quantize}
 
     def names(self, kind: str) -> tuple[str, ...]:
         """The components that encode text, or video."""
@@ -304,6 +310,8 @@ class Encoders:
             pretrained = self.trainer.pretrained
             self.trainer.say(f"loading {', '.join(self.names(kind))}")
             parts = {name: pretrained.component(name) for name in self.names(kind)}
+            for name, to in self.quantised(parts).items():
+                self.trainer.say(f"{name}: {quantize.quantize(parts[name], to, self.trainer.device)}")
             self.pipes[kind] = pretrained.assemble(pretrained.pipeline_type, **parts).to(self.trainer.device)
         return self.pipes[kind]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from models.lora_files import ALSO_FILE
 from trainers.config import Config
+from trainers.sharding import shares_weights
 
 LORA = "pytorch_lora_weights.safetensors"
 
@@ -104,7 +105,8 @@ def write_card(root: Path, pipeline_name: str, config: Config) -> Path:
 
 def sample(trainer) -> None:
     """validation.from_export: the prompts once more, from the published files in a fresh network. On all ranks."""
-    trainer.network.to("cpu")  # two large ones would not fit
+    if not shares_weights(trainer.accelerator):
+        trainer.network.to("cpu")  # two large ones would not fit
     fresh = None
 
     def pipeline(prompt):

@@ -27,14 +27,17 @@ class Pulse:
     Sent without waiting for the device and read before the next update, when it has long arrived.
     """
 
-    def __init__(self, accelerator):
-        self.accelerator, self.pending, self.stop = accelerator, False, 0
+    def __init__(self, accelerator, copies: int = 1):
+        """`copies`: as many ranks in a row train on the same samples."""
+        self.accelerator, self.copies, self.pending, self.stop = accelerator, copies, False, 0
         self.overflows = 0  # in a row
 
-    def send(self, losses: list[Tensor], norm: Tensor, stop: int) -> None:
-        """`losses`: one [B] per micro-step; `stop`: 0, or why this rank wants to stop."""
+    def send(self, losses: list[Tensor], norm: Tensor | float, stop: int) -> None:
+        """`losses`: one [B] per micro-step; `norm`: a DTensor from FSDP2, a number from DeepSpeed; `stop`: 0, or why
+        this rank wants to stop."""
         self.losses = losses
         mean = torch.stack([loss.mean() for loss in losses]).mean()
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else torch.as_tensor(norm)
         row = torch.stack([mean, norm.to(mean), mean.new_full((), stop)])
         rows = self.accelerator.gather(row[None])  # [world, 3]
         self.rows, self.arrived = rows.to("cpu", non_blocking=rows.is_cuda), None
@@ -61,9 +64,9 @@ class Pulse:
 
         A collective: what every rank read is the same.
         """
-        flags = self.accelerator.gather((~torch.stack(self.losses).isfinite())[None])  # [world, accumulation, batch]
+        flags = self.accelerator.gather((~torch.stack(self.losses).isfinite())[None])  # [ranks, accumulation, batch]
         odd = (
-            flags.transpose(0, 1).flatten().nonzero().flatten().tolist()
+            flags[:: self.copies].transpose(0, 1).flatten().nonzero().flatten().tolist()
         )  # slot = (micro * world + rank) * batch + row
         loss, norm, _ = self.rows.mean(0).tolist()
         named = "\n  ".join(dict.fromkeys(samples[slot] for slot in odd) if odd else dict.fromkeys(samples))
@@ -100,9 +103,14 @@ class Clock:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most memory in use so far, in MiB: allocated on a CUDA device, else resident in this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) >> 20
+    """The most memory in use so far, in MiB: allocated on a CUDA (or XPU) device, else resident in this process.
+
+    MPS keeps no maximum: what its driver holds now, which it seldom gives back.
+    """
+    if device.type in ("cuda", "xpu"):
+        return torch.get_device_module(device).max_memory_allocated(device) >> 20
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory() >> 20
     try:
         import resource
     except ModuleNotFoundError:  # Windows

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from data.video import read_frames, write_video
 from trainers.prompts import Prompt
+from trainers.sharding import shares_weights
 
 # What can go wrong inside one sample: memory, sizes, a keyword of the wrong type, a full disk. Training outlives it.
 SAMPLE_ERRORS = (RuntimeError, ValueError, TypeError, OSError, ArithmeticError)
@@ -82,16 +83,21 @@ class Validation:
         accelerator, pipeline = self.trainer.accelerator, pipeline or self.trainer.pipeline
         self.last_run = step
         root = self._folder(step, folder)
-        mine = self.jobs[accelerator.process_index :: accelerator.num_processes]
+        rank, world = accelerator.process_index, accelerator.num_processes
+        mine = self.jobs[rank::world]
+        # Ranks in a row that each forward pass needs sample each other's share too, in the same order and to the end.
+        together = world if shares_weights(accelerator) else self.trainer.config.memory.context_parallel
+        jobs = [job for at, job in enumerate(self.jobs) if at % world // together == rank // together]
+        stop = stop if together == 1 else None
         failed = 0
         for prompt, seed in mine:  # of an earlier run of this step
             for old in self._outcomes(root, prompt, seed):
                 old.unlink(missing_ok=True)
         with self._untouched():
-            for prompt, seed in mine:
+            for prompt, seed in jobs:
                 if stop and stop():
                     break
-                error = self._attempt(pipeline, prompt, seed, root)
+                error = self._attempt(pipeline, prompt, seed, root, (prompt, seed) in mine)
                 if error:
                     failed += 1
                     print(f"validation: sample {prompt.name}-{seed} failed, training goes on: {error}", flush=True)
@@ -128,12 +134,12 @@ class Validation:
 
     # -- one sample -------------------------------------------------------------------------------------------------
 
-    def _attempt(self, make_pipeline: Callable, prompt: Prompt, seed: int, root: Path) -> str:
-        """Sample and write one file; returns what went wrong, or "". Frees what the sample held either way."""
+    def _attempt(self, make_pipeline: Callable, prompt: Prompt, seed: int, root: Path, keep: bool) -> str:
+        """Sample and (`keep`) write one file; returns what went wrong, or "". Frees what the sample held either way."""
         from accelerate.utils.memory import clear_device_cache
 
         try:
-            self._sample(make_pipeline(prompt), prompt, seed, root)
+            self._sample(make_pipeline(prompt), prompt, seed, root, keep)
             return ""
         except SAMPLE_ERRORS as error:
             text = f"{type(error).__name__}: {error}".strip()
@@ -143,7 +149,7 @@ class Validation:
         finally:
             clear_device_cache(garbage_collection=True)
 
-    def _sample(self, pipe, prompt: Prompt, seed: int, root: Path) -> None:
+    def _sample(self, pipe, prompt: Prompt, seed: int, root: Path, keep: bool) -> None:
         trainer, device = self.trainer, self.trainer.accelerator.device
         parameters = inspect.signature(type(pipe).__call__).parameters
         call = {**self.defaults, **prompt.keywords()}
@@ -163,6 +169,8 @@ class Validation:
             text, negative = ({k: v.to(device) for k, v in rows.items()} for rows in trainer.prompt_rows(prompt))
             # On the CPU, so that a seed means the same video on every kind of device.
             frames = trainer.sample(pipe, text, negative, **call, generator=torch.Generator("cpu").manual_seed(seed))
+        if not keep:
+            return
         frames = as_uint8(frames)
         file = self._outcomes(root, prompt, seed)[0]
         file.parent.mkdir(parents=True, exist_ok=True)
