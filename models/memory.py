@@ -224,8 +224,8 @@ def try_attention(
     except (RuntimeError, ValueError, ImportError) as error:
         what = f"training {dtype} on {device.type}{' with a text mask' * masked}"
         raise ModelError(
-            f"memory.attention {name} does not work for {what}: {error}. Use another of {', '.join(attentions())}, or "
-            "null for the model's own"
+            f"memory.attention {name} does not work for {what}: {str(error).rstrip('.')}. Use another of "
+            f"{', '.join(attentions())}, or null for the model's own"
         ) from error
 
 

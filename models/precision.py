@@ -48,6 +48,8 @@ def check(config, half_precision: Sequence[str] = ("bf16",)) -> None:
 
 def device_problems(options, device: torch.device) -> list[str]:
     """What of `options` (trainers.config.PrecisionOptions) this device cannot do; the remedy is in each line."""
+    if options.weights == "fp16" and device.type == "cpu":
+        return ["precision.weights fp16: on a CPU Accelerate leaves autocast to fp16 out; use bf16 or fp32"]
     if options.fp8_training and device.type not in ("cpu", "cuda"):
         return [f"precision.fp8_training: {device.type} has no products in fp8; turn it off"]
     if options.fp8_training and device.type == "cuda" and (have := torch.cuda.get_device_capability(device)) < (8, 9):

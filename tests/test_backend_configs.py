@@ -75,6 +75,7 @@ def test_what_fits(environment, told):
             {"memory__checkpointing": "ffn"},
             "fsdp_activation_checkpointing true: set it to false, memory.checkpointing (here ffn) decides",
         ),
+        ({"FSDP_IGNORED_MODULES": "proj_out"}, {}, "fsdp_ignored_modules proj_out, whose gradients would differ"),
         ({"ACCELERATE_USE_CPU": "True"}, {}, "FSDP and use_cpu, which it would run as DDP"),
         ({"FSDP_OFFLOAD_PARAMS": "true"}, {}, None),
     ],
@@ -230,6 +231,24 @@ def test_files_that_are_none(told, tmp_path):
     ):
         (said,) = told(of_file(path))
         assert f"the DeepSpeed config {path} {says}" in said
+
+
+@pytest.mark.parametrize(
+    "own, says",
+    [
+        ({"zero_optimization": 2}, "zero_optimization is 2, not an object"),
+        ({"zero_optimization": None}, "zero_optimization is null, not an object"),
+        ({"zero_optimization": {"stage": "two"}}, 'zero_optimization.stage is "two"; choose 1, 2 or 3'),
+        ({"zero_optimization": {"offload_optimizer": "cpu"}}, 'offload_optimizer is "cpu", not an object'),
+        ({"bf16": True, "fp16": 1}, "bf16 is true, not an object; fp16 is 1, not an object"),
+        ({"gradient_clipping": "none"}, 'gradient_clipping is "none", neither a number nor "auto"'),
+    ],
+)
+def test_values_of_the_wrong_kind(own, says, told, tmp_path):
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}} | own))
+    (said,) = told(of_file(path))
+    assert f"the DeepSpeed config {path} cannot be read: " in said and says in said
 
 
 def environment_of(command: str) -> tuple[dict[str, str], list[str]]:

@@ -158,7 +158,8 @@ def test_what_fp8_training_does_not_go_with(clips, tiny_ltx, tmp_path, given, sa
 
 def test_devices_that_cannot_are_refused(monkeypatch):
     def found(device, **given):
-        options = SimpleNamespace(**{"fp8_training": False, "storage": "none", "quantize": "none"} | given)
+        plain = {"weights": "bf16", "fp8_training": False, "storage": "none", "quantize": "none"}
+        options = SimpleNamespace(**plain | given)
         return " ".join(precision.device_problems(options, torch.device(device)))
 
     have = {"at": (8, 6)}
@@ -167,6 +168,8 @@ def test_devices_that_cannot_are_refused(monkeypatch):
     have["at"] = (8, 9)
     assert found("cuda:0", fp8_training=True) == found("cpu", fp8_training=True) == ""
     assert found("cuda:0", quantize="nf4", storage="fp8") == found("cpu", quantize="fp8wo") == ""
+    assert re.search("weights fp16: on a CPU .* use bf16 or fp32", found("cpu", weights="fp16"))
+    assert found("cuda:0", weights="fp16") == ""
     assert "mps has no products in fp8" in found("mps", fp8_training=True)
     assert "quantize fp8wo: MPS" in found("mps", quantize="fp8wo") and "storage fp8: MPS" in found("mps", storage="fp8")
     assert "bitsandbytes does not train on MPS" in found("mps", quantize="nf4")

@@ -1,5 +1,6 @@
 """Two ranks under DDP, FSDP2 and DeepSpeed ZeRO: the same training as one process, saved, resumed and exported."""
 
+import errno
 import json
 import os
 import shutil
@@ -231,6 +232,59 @@ def test_zero_refuses_other_numbers_of_ranks_and_other_backends(tiny_ltx, clips,
         assert f"distribution: DeepSpeed ZeRO-2 on 2 processes in the checkpoint, {name} in this run" in message
         assert "keeps its optimizer state in parts that only the same launch reads" in message
         assert others == ["exit 1"] * (world - 1)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "zero2", "zero3"])
+def test_a_checkpoint_of_other_parameters_is_refused(tiny_ltx, clips, tmp_path, cache, backend):
+    """DeepSpeed would read them into whatever has as many numbers, FSDP2 leave out what it does not find."""
+    options = {"data__cache_dir": cache, "train__steps": 1}
+    launch(backend, tiny_ltx, clips, tmp_path, **options, lora__targets=["to_q"])
+    changes = options | {"train__steps": 2, "checkpoint__resume": "latest", "lora__targets": ["to_k"]}
+    for message in runs.forked(rank_refusal, backend, tiny_ltx, clips, tmp_path, changes):
+        assert "checkpoint-1: trains other parameters than this run, e.g. transformer_blocks.0.attn1.to_k" in message
+        assert "(16 differ). Give lora.targets" in message
+
+
+def test_zero_refuses_another_precision(tiny_ltx, clips, tmp_path, cache):
+    options = {"data__cache_dir": cache, "train__steps": 1}
+    launch("zero2", tiny_ltx, clips, tmp_path, **options)
+    changes = options | {"train__steps": 2, "checkpoint__resume": "latest", "precision__weights": "bf16"}
+    message, other = runs.forked(rank_refusal, "zero2", tiny_ltx, clips, tmp_path, changes)
+    assert "precision.weights: fp32 in the checkpoint, bf16 in this run" in message and other == "exit 1"
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "zero2", "zero3"])
+def test_damaged_shards_are_told(tiny_ltx, clips, tmp_path, cache, backend):
+    options = {"data__cache_dir": cache, "train__steps": 1}
+    launch(backend, tiny_ltx, clips, tmp_path, **options)
+    for path in (tmp_path / "checkpoint-1" / "state").rglob("*"):
+        if path.suffix in (".distcp", ".pt"):
+            path.write_bytes(bytes(path.stat().st_size))
+    changes = options | {"train__steps": 2, "checkpoint__resume": "latest"}
+    for message in runs.forked(rank_refusal, backend, tiny_ltx, clips, tmp_path, changes):
+        assert "checkpoint-1: its state is damaged (" in message and "name an earlier checkpoint" in message
+
+
+def rank_without_space(model, clips, out, changes) -> str:
+    from torch.distributed.checkpoint.filesystem import FileSystem
+
+    create = FileSystem.create_stream
+
+    def failing(self, path, mode):
+        if ".checkpoint-4.partial" in str(path) and "__1_" in str(path):  # rank 1's shards
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return create(self, path, mode)
+
+    FileSystem.create_stream = failing
+    return rank_refusal("fsdp", model, clips, out, changes)
+
+
+def test_a_disk_that_is_full_for_one_rank_is_told_by_all(tiny_ltx, clips, tmp_path, cache):
+    changes = {"data__cache_dir": cache, "checkpoint__every": 2}
+    for message in runs.forked(rank_without_space, tiny_ltx, clips, tmp_path, changes):
+        assert "checkpoint-4: no space left on the disk (" in message
+    assert [path.name for path in tmp_path.iterdir() if "checkpoint" in path.name] == ["checkpoint-2"]
+    assert checkpoints.problem(tmp_path / "checkpoint-2") is None
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

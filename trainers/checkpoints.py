@@ -9,7 +9,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -44,11 +44,8 @@ def keep_trainable_only(accelerator, trainable: Callable[[], dict[str, Parameter
 
     def load(models, folder):
         models.clear()
-        saved, own = load_file(Path(folder) / TRAINABLE), trainable()
-        if saved.keys() != own.keys():
-            odd = sorted(saved.keys() ^ own.keys())
-            raise CheckpointError(f"{folder}: trains other parameters than this run, e.g. {odd[0]} ({len(odd)} differ)")
-        for name, parameter in own.items():
+        saved = load_file(Path(folder) / TRAINABLE)
+        for name, parameter in trainable().items():
             parameter.data.copy_(saved[name])
 
     accelerator.register_save_state_pre_hook(save)
@@ -175,14 +172,25 @@ def read_state(folder: Path) -> dict:
 
 
 def compare(folder: Path, saved: dict, own: dict) -> None:
-    """Raises CheckpointError listing every fact in which the checkpoint and this run differ, both values named."""
-    differ = [f"{k}: {saved.get(k)} in the checkpoint, {v} in this run" for k, v in own.items() if saved.get(k) != v]
+    """Raises CheckpointError listing every fact that both have, and not alike, with both values."""
+    both = [name for name in own if name in saved]
+    differ = [f"{k}: {saved[k]} in the checkpoint, {own[k]} in this run" for k in both if saved[k] != own[k]]
     if saved.get("distribution") != own["distribution"] and "DeepSpeed" in f"{saved.get('distribution')}{own}":
         differ.append("DeepSpeed keeps its optimizer state in parts that only the same launch reads")
     if differ:
         raise CheckpointError(
             f"{folder} does not fit this run:\n  " + "\n  ".join(differ) + "\nGive the options of the checkpoint "
             "(config.yaml in its run), or start a new run in another output_dir (from its weights: lora.init_from)"
+        )
+
+
+def compare_trained(folder: Path, saved: Collection[str], own: Collection[str]) -> None:
+    """Raises CheckpointError where other parameters train than did: sharded states would be loaded all the same."""
+    if odd := sorted({*saved} ^ {*own}):
+        raise CheckpointError(
+            f"{folder}: trains other parameters than this run, e.g. {odd[0]} ({len(odd)} differ). Give lora.targets, "
+            "lora.exclude, lora.also_train or train_modules of the checkpoint (config.yaml in its run), or start a new "
+            "run in another output_dir"
         )
 
 

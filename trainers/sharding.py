@@ -5,7 +5,8 @@ Which of them runs is the launcher's to say (`accelerate launch --config_file ..
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,6 +20,8 @@ HIDDEN_SIZE_KEYS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3
 # torch's and bitsandbytes' that were run with sharded weights and with flat partitions: same weights, exact resume.
 UNDER_FSDP = ("adamw", "sgd", "adamw8bit-ao", "adamw4bit-ao", "adamwfp8-ao")
 UNDER_ZERO = ("adamw", "sgd", "adamw8bit", "lion8bit", "ademamix8bit")
+# Numbers in a deepspeed_config_file that our options decide.
+OURS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 # What Accelerate refuses in its own config beside a deepspeed_config_file.
 NOT_BESIDE_A_FILE = (
     "gradient_accumulation_steps",
@@ -53,7 +56,27 @@ def _own_json() -> tuple[str, dict]:
         own = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return path, {"unreadable": str(error)}
-    return path, own if isinstance(own, dict) else {"unreadable": "it holds no object"}
+    fault = _fault(own)
+    return path, {"unreadable": fault} if fault else own
+
+
+def _fault(own) -> str:
+    """What in a deepspeed_config_file is not of its kind, of all that is read here; "" where nothing is."""
+    if not isinstance(own, dict):
+        return "it holds no object"
+    zero = own.get("zero_optimization", {})
+    parts = {name: own.get(name, {}) for name in ("zero_optimization", "bf16", "fp16", "tensor_parallel")}
+    if isinstance(zero, dict):
+        parts["zero_optimization.offload_optimizer"] = zero.get("offload_optimizer", {})
+        if zero.get("stage", "auto") not in ("auto", 0, 1, 2, 3):
+            return f"zero_optimization.stage is {json.dumps(zero['stage'])}; choose 1, 2 or 3"
+    found = [f"{name} is {json.dumps(part)}, not an object" for name, part in parts.items() if type(part) is not dict]
+    found += [
+        f'{name} is {json.dumps(own[name])}, neither a number nor "auto"'
+        for name in OURS
+        if own.get(name) not in (None, "auto") and type(own[name]) not in (int, float)
+    ]
+    return "; ".join(found)
 
 
 def _zero_stage() -> int:
@@ -80,14 +103,18 @@ def _of_both(c: Config, name: str, optimizers: Sequence[str]) -> list[tuple[obje
     return [
         (
             c.precision.quantize != "none",
-            f"precision.quantize {c.precision.quantize} under {name}: quantised weights cannot be sharded; launch with "
-            "DDP (MULTI_GPU), which holds them once per GPU, or use precision.quantize none",
+            f"precision.quantize {c.precision.quantize} under {name}, which cannot shard or cast such weights: launch "
+            "with DDP (MULTI_GPU), which holds them once per GPU, or use precision.quantize none",
         ),
         (
             c.optimizer.name not in optimizers,
             f"optimizer.name {c.optimizer.name} under {name}: it cannot update shards; use one of {kinds}, or DDP",
         ),
-        (c.optimizer.cpu_offload, f"optimizer.cpu_offload under {name}: use its own offloading to the CPU instead"),
+        (
+            c.optimizer.cpu_offload,
+            f"optimizer.cpu_offload under {name}: use its own offloading to the CPU instead, as in "
+            f"configs/accelerate/{'fsdp2' if name == 'FSDP2' else 'zero2'}_offload.yaml",
+        ),
         (
             c.optimizer.fused_backward,
             f"optimizer.fused_backward under {name}: it shards gradients already; turn it off",
@@ -127,6 +154,11 @@ def _of_fsdp(c: Config) -> list[str]:
         (
             os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true",
             "accelerate is launched with FSDP and use_cpu, which it would run as DDP: leave one of them out",
+        ),
+        (
+            ignored := os.environ.get("FSDP_IGNORED_MODULES"),
+            f"accelerate is launched with fsdp_ignored_modules {ignored}, whose gradients would differ from rank to "
+            "rank: remove it there",
         ),
         (
             _on("PARALLELISM_CONFIG") and (copies * shards != ranks or shards < 2),
@@ -293,6 +325,14 @@ def name(accelerator) -> str:
     return "one process or DDP"
 
 
+def facts(accelerator, c: Config) -> dict[str, str]:
+    """What a checkpoint of this backend must share with the run that resumes it."""
+    if accelerator.distributed_type != "DEEPSPEED":
+        return {"distribution": name(accelerator)}
+    # Its files are named by the precision that it computes in.
+    return {"distribution": name(accelerator), "precision.weights": c.precision.weights}
+
+
 def described(accelerator) -> str:
     """`name`, and under HSDP how many times the network is held: for the plan."""
     mesh = accelerator.parallelism_config
@@ -350,7 +390,8 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> No
     """The trained weights and the optimizer state under FSDP2, each rank its shards. A collective."""
     from torch.distributed import checkpoint
 
-    checkpoint.save(_state(model, optimizer), checkpoint_id=folder)
+    with _failures():
+        checkpoint.save(_state(model, optimizer), checkpoint_id=folder)
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -359,7 +400,8 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> No
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
     state = _state(model, optimizer)
-    checkpoint.load(state, checkpoint_id=folder)
+    with _failures():
+        checkpoint.load(state, checkpoint_id=folder)
     set_state_dict(
         model,
         optimizer,
@@ -367,6 +409,18 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> No
         optim_state_dict=state["optimizer"],
         options=_options(),
     )
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """torch raises what is no Exception where a rank cannot read or write: here a RuntimeError of the first one's."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        failure, _ = next(iter(error.failures.values()))
+        raise RuntimeError(f"{type(failure).__name__}: {failure}") from error
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
