@@ -23,6 +23,7 @@ REQUIRES = [
     "ftfy>=6.3,<7",
     "sentencepiece>=0.2.3,<0.3",
 ]
+DATA = ["pyarrow>=26.0.1,<27"]
 DEEPSPEED = ["deepspeed>=0.19.8,<0.20"]
 OPTIMIZERS = [
     "came-pytorch>=0.1.3,<0.2",
@@ -40,8 +41,9 @@ setup(
     packages=["trainers", "models", "data"],
     install_requires=REQUIRES,
     extras_require={
+        "data": DATA,
         "deepspeed": DEEPSPEED,
         "optimizers": OPTIMIZERS,
-        "dev": [*DEEPSPEED, *OPTIMIZERS, "pytest>=9.2,<10", "ruff>=0.17.6,<0.18"],
+        "dev": [*DATA, *DEEPSPEED, *OPTIMIZERS, "hypothesis>=6.170,<7", "pytest>=9.2,<10", "ruff>=0.17.6,<0.18"],
     },
 )

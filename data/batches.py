@@ -1,6 +1,7 @@
 """Which samples make optimizer step n: a pure function, the same on every rank, machine and restart."""
 
 import hashlib
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -27,9 +28,14 @@ class Schedule:
     def block(self, step: int) -> tuple[str, list[int]]:
         """Bucket of optimizer step `step` (from 0) and the indices of its G samples within that bucket."""
         name, turn = self._serve(step)
-        size, first = self.sizes[name], turn * self.global_batch
-        places = (divmod(place, size) for place in range(first, first + self.global_batch))
-        return name, [int(self._order(name, epoch)[at]) for epoch, at in places]
+        picks = []
+        for epoch, first, count in self._pieces(name, turn):
+            picks += self._order(name, epoch)[first : first + count].tolist()
+        return name, picks
+
+    def epochs(self, step: int) -> list[int]:
+        """The epoch of its bucket in which each of the G samples of a step is seen."""
+        return [epoch for epoch, _, count in self._pieces(*self._serve(step)) for _ in range(count)]
 
     def epoch(self, step: int) -> float:
         """Samples seen before step `step`, in units of the data set."""
@@ -50,6 +56,15 @@ class Schedule:
             names, turn = (names[:half], before) if after > before else (names[half:], turn - before)
         return names[0], turn
 
+    def _pieces(self, name: str, turn: int) -> Iterator[tuple[int, int, int]]:
+        """(epoch, first place in its permutation, how many) of the parts that a bucket's block `turn` is made of."""
+        at, end, size = turn * self.global_batch, (turn + 1) * self.global_batch, self.sizes[name]
+        while at < end:
+            epoch, first = divmod(at, size)
+            count = min(size - first, end - at)
+            yield epoch, first, count
+            at += count
+
     def _order(self, name: str, epoch: int) -> np.ndarray:
         """The permutation of one bucket in one epoch; the last two per bucket are kept."""
         orders = self._orders[name]
@@ -59,7 +74,11 @@ class Schedule:
             state = np.random.RandomState(np.frombuffer(digest, "<u4").astype(np.uint32))
             while len(orders) > 1:
                 del orders[min(orders)]
-            orders[epoch] = state.permutation(self.sizes[name])
+            # what state.permutation(size) gives, in half the memory: shuffling draws by length alone
+            size = self.sizes[name]
+            order = np.arange(size, dtype=np.int32 if size <= 2**31 else np.int64)
+            state.shuffle(order)
+            orders[epoch] = order
         return orders[epoch]
 
 
@@ -89,7 +108,7 @@ class MicroBatches(torch.utils.data.Dataset):
     """Item n is this rank's micro-batch n (step n // accumulation): (slots, bucket, indices, collated rows).
 
     A slot is a sample's place in the global batch, (micro * world + rank) * batch_size + row, so N ranks together take
-    what one rank takes with N times the accumulation. `read(bucket, index)` gives one sample's tensors.
+    what one rank takes with N times the accumulation. `read(bucket, index, epoch)` gives one sample's tensors.
     """
 
     def __init__(self, schedule: Schedule, read, batch_size: int, accumulation: int, rank: int, world: int):
@@ -101,5 +120,14 @@ class MicroBatches(torch.utils.data.Dataset):
         bucket, picks = self.schedule.block(step)
         first = (micro * self.world + self.rank) * self.batch_size
         slots = list(range(first, first + self.batch_size))
-        picks = [picks[slot] for slot in slots]
-        return slots, bucket, picks, collate([self.read(bucket, index) for index in picks])
+        picks, epochs = [picks[slot] for slot in slots], self.schedule.epochs(step)
+        rows = [self.read(bucket, index, epochs[slot]) for slot, index in zip(slots, picks, strict=True)]
+        return slots, bucket, picks, collate(rows)
+
+
+def turn(bucket: str, index: int, epoch: int, seed: int, of: str, count: int) -> int:
+    """Which of `count` captions or crops a sample trains on in an epoch: one after the other, from a keyed start."""
+    if count == 1:
+        return 0
+    digest = hashlib.sha256(f"{seed}/{bucket}/{index}/{of}".encode()).digest()
+    return (int.from_bytes(digest[:8], "big") + epoch) % count

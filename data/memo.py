@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from data import tars
+
 logger = logging.getLogger(__name__)
 
 
@@ -37,20 +39,39 @@ class HashMemo:
 
     def recall(self, path: Path, fact: str, compute: Callable[[], Any]) -> Any:
         """The JSON-able value of `fact` for the file as it is now, computed if it is not known yet."""
-        stat = os.stat(path)  # before the file is read: a change meanwhile must not be remembered as this file
-        stamp, name = [stat.st_size, stat.st_mtime_ns], os.path.abspath(path)
-        entry = self._files.get(name)
-        if entry and entry["stamp"] == stamp and fact in entry:
-            return entry[fact]
+        stamp = self.stamp(path)  # before the file is read: a change meanwhile must not be remembered as this file
+        if stamp is None:
+            os.stat(path)  # says why
+        known = self.known(path, stamp)
+        if fact in known:
+            return known[fact]
         value = compute()
+        self.remember(path, stamp, {fact: value})
+        return value
+
+    def stamp(self, path: Path) -> list[int] | None:
+        """What tells that a file is still the same: size and mtime_ns, of a member its tar's; None if there is none."""
+        try:
+            stat = tars.stat(path)
+        except OSError:
+            return None
+        return [stat.st_size, stat.st_mtime_ns]
+
+    def known(self, path: Path, stamp: list[int] | None) -> dict[str, Any]:
+        """The facts that are known of the file with this stamp."""
+        entry = self._files.get(os.path.abspath(path))
+        return entry if entry and entry["stamp"] == stamp else {}
+
+    def remember(self, path: Path, stamp: list[int] | None, facts: dict[str, Any]) -> None:
+        """Adds facts of the file that had this stamp before it was read."""
+        if stamp is None:
+            return
         with self._lock:
-            entry = self._files.get(name)
-            known = entry if entry and entry["stamp"] == stamp else {"stamp": stamp}
-            self._files[name] = known | {fact: value}
+            known = self.known(path, stamp) or {"stamp": stamp}
+            self._files[os.path.abspath(path)] = known | facts
             self._dirty = True
         if time.monotonic() - self._saved > 30:
             self.save()
-        return value
 
     def save(self) -> None:
         with self._lock:
@@ -91,7 +112,7 @@ def content_sha256(path: Path, memo: HashMemo | None = None) -> str:
     if memo is not None:
         return memo.recall(path, "sha256", lambda: content_sha256(path))
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with tars.open_bytes(path) as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()

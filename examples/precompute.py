@@ -12,10 +12,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from data.cache import Cache  # noqa: E402
+from data.fill import Item, fill  # noqa: E402
 from data.sources import Source, read_source  # noqa: E402
 from data.video import content_sha256, read_frames, to_pixels  # noqa: E402
 from models import latents, load  # noqa: E402
-from trainers.precompute import Item, fill, rows, video_key  # noqa: E402
+from trainers.precompute import rows, video_key  # noqa: E402
 
 
 def main(model: str, clips: str, cache: str, bucket: str = "9x64x96") -> None:

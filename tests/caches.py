@@ -26,7 +26,7 @@ def entries(cache: Path) -> dict[str, int]:
     store = Cache(cache)
     keys = store.keys()
     assert all(store.get(key) for key in keys)
-    return {key: store._path(key).stat().st_mtime_ns for key in keys}
+    return {key: store.path(key).stat().st_mtime_ns for key in keys}
 
 
 def watch(monkeypatch) -> SimpleNamespace:

@@ -77,6 +77,14 @@ def clips(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.fixture(scope="session")
+def cases(tmp_path_factory) -> Path:
+    """The troublesome files that tests/cases.py makes: media, images, sets; not to be changed."""
+    from cases import make
+
+    return make(tmp_path_factory.mktemp("cases"))
+
+
 @pytest.fixture(scope="module")
 def libraries():
     """For files that fork: `pytestmark = pytest.mark.usefixtures("libraries")`."""

@@ -1,19 +1,29 @@
 """The cache: entries are whole or absent, whoever writes them and whenever they are killed."""
 
+import errno
 import json
 import os
+import pickle
+import re
+import shutil
 import signal
 import struct
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from data.cache import BrokenEntry, Cache, NonFinite, entry_key
+import runs
+from caches import precompute
+from data.cache import BrokenEntry, Cache, DiskFull, NonFinite, entry_key
+from data.cache_commands import stats, verify
+from data.fill import Item, fill
+from trainers import launch
 
 KEY = entry_key(clip="a")
 TENSORS = {
@@ -32,7 +42,7 @@ DAMAGE = {
 
 
 def path_of(cache: Cache, key: str = KEY) -> Path:
-    return cache.root / key[:2] / f"{key}.safetensors"
+    return cache.path(key)
 
 
 def same(a: dict, b: dict) -> bool:
@@ -144,6 +154,9 @@ def test_strays_are_left_alone(tmp_path):
     again = Cache(tmp_path)
     assert again.keys() == [KEY] and KEY in again
     assert all((tmp_path / name).exists() for name in strays)
+    for own in ("clips.json", "weights.json", ".clips.json.123.0a1b2c3d", f"tmp/{KEY}.1.a.tmp"):
+        (tmp_path / own).write_bytes(b"{}")
+    assert [str(path.relative_to(tmp_path)) for path in again.foreign()] == sorted(strays)
     for wrong in ("../../etc/passwd", "uncond", KEY.upper(), KEY + "\n"):
         with pytest.raises(ValueError, match="cache key"):
             wrong in again  # noqa: B015
@@ -173,17 +186,92 @@ def test_non_finite_values_never_reach_the_disk(tmp_path, value):
         cache.put(KEY, {}, {"source": "cat.mp4"})
 
 
-def test_a_full_disk_leaves_the_old_entry(tmp_path, monkeypatch):
+@pytest.mark.parametrize("call", ["write", "fsync"])
+def test_a_full_disk_leaves_the_old_entries_and_says_what_is_needed(tmp_path, monkeypatch, call):
     cache = Cache(tmp_path)
     cache.put(KEY, TENSORS, {})
+    real = open
+
+    class Full:
+        """A file that takes half of what is written to it."""
+
+        def __init__(self, *arguments):
+            self.file = real(*arguments)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception):
+            self.file.close()
+
+        def write(self, content):
+            self.file.write(content[: len(content) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
 
     def full(descriptor):
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        cache.put(KEY, {"text": torch.ones(2)}, {})
+    with monkeypatch.context() as patch:
+        if call == "write":
+            patch.setattr(
+                "builtins.open", lambda name, mode="r", **k: (Full if mode == "xb" else real)(name, mode, **k)
+            )
+        else:
+            patch.setattr(os, "fsync", full)
+        patch.setattr(shutil, "disk_usage", lambda root: SimpleNamespace(free=4096))
+        with pytest.raises(
+            DiskFull, match=r"no space left .* for b\.mp4: (\d+) bytes are needed, 4096 are free"
+        ) as told:
+            cache.put(KEY, {"text": torch.ones(2)}, {"source": "b.mp4"})
+    assert pickle.loads(pickle.dumps(told.value)).needed == told.value.needed > 8
+    assert f"{told.value.needed} bytes are needed" in str(told.value)
     assert same(cache.get(KEY), TENSORS) and list((tmp_path / "tmp").iterdir()) == []
+    assert DiskFull in launch.USER_ERRORS  # a message, no traceback
+
+
+def test_other_faults_of_the_disk_are_raised_as_they_are(tmp_path, monkeypatch):
+    def broken(descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(OSError, match="Input/output"):
+        Cache(tmp_path).put(KEY, TENSORS, {})
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+FILLER = """
+import sys, torch
+from data.cache import Cache, DiskFull, entry_key
+from data.fill import Item, fill
+cache = Cache(sys.argv[1])
+items = [Item(entry_key(clip=i), f"clip {i}", i) for i in range(40)]
+try:
+    fill(cache, items, lambda contents: [{"x": torch.full((10000,), float(c))} for c in contents])
+except DiskFull as error:
+    print(error)
+found = [i for i in range(40) if items[i].key in cache]
+assert all(torch.equal(cache.get(items[i].key)["x"], torch.full((10000,), float(i))) for i in found)
+print("stored", len(found), "left over", len(list((cache.root / "tmp").iterdir())))
+"""
+
+
+def test_a_disk_that_is_really_full(tmp_path):
+    """A file system of 800 kB of its own: 40 entries of 40 kB do not fit, those that do are whole."""
+    command = f'mount -t tmpfs -o size=800k none {tmp_path} && exec {sys.executable} -c "$FILLER" {tmp_path}/cache'
+    if subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", tmp_path], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    env = os.environ | {"FILLER": FILLER}
+    made = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", command], cwd=Path(__file__).parents[1], env=env, capture_output=True, text=True
+    )
+    assert made.returncode == 0, made.stderr
+    message, last = made.stdout.splitlines()
+    found = re.search(
+        r"for clip \d+: (\d+) bytes are needed, (\d+) are free.*Not stored yet: (\d+), about (\d+)", message
+    )
+    needed, free, left, about = map(int, found.groups())
+    assert 40_000 < needed < 41_000 and free < needed and about == left * needed
+    assert last == f"stored {40 - left} left over 0" and 10 < 40 - left <= 20
 
 
 WRITER = """
@@ -238,3 +326,75 @@ def test_two_processes_write_the_same_keys(tmp_path):
         time.sleep(0.02)
     assert [process.returncode for process in processes] == [0, 0]
     assert all_whole(tmp_path, 10) == 10 and list((tmp_path / "tmp").iterdir()) == []
+
+
+# -- two that fill one cache -------------------------------------------------------------------------------------------
+
+
+def fill_slowly(root: str, clips: int, batch_size: int, workers: int) -> dict:
+    """What one of two processes does: it fills the cache, each encoding taking a while; what it encoded and counted."""
+    encoded, bar = [], []
+
+    def encode(contents):
+        time.sleep(0.003 * len(contents))
+        encoded.extend(contents)
+        return [{"x": torch.full((500,), float(clip))} for clip in contents]
+
+    items = [Item(entry_key(clip=clip), str(clip), clip, f"bucket {clip % 3}") for clip in range(clips)]
+    made = fill(Cache(root), items, encode, batch_size, lambda clip: clip, workers, bar.append, {"kind": "video"})
+    assert made == len(encoded) == len(set(encoded)) <= len(bar) <= clips
+    return {"encoded": encoded}
+
+
+@pytest.mark.parametrize(("batch_size", "workers"), [(1, 0), (4, 2)])
+def test_two_processes_fill_one_cache_and_share_the_work(tmp_path, batch_size, workers):
+    clips = 240
+    found = runs.forked(fill_slowly, str(tmp_path), clips, batch_size, workers)
+    encoded = [rank["encoded"] for rank in found]
+    assert set(encoded[0]) | set(encoded[1]) == set(range(clips))
+    # Each would encode all 240 if they went in one order. Of r batches left they meet on one in r: about 6 batches.
+    assert sum(map(len, encoded)) <= clips + 24 * batch_size
+    assert min(map(len, encoded)) > clips / 5
+    cache = Cache(tmp_path)
+    assert cache.keys() == sorted(entry_key(clip=clip) for clip in range(clips)) and cache.foreign() == []
+    assert all(torch.equal(cache.get(entry_key(clip=c))["x"], torch.full((500,), float(c))) for c in range(clips))
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_what_is_encoded_together_does_not_depend_on_the_order(tmp_path):
+    def batches(root):
+        seen = []
+
+        def encode(contents):
+            seen.append(tuple(contents))
+            return [{"x": torch.ones(1)} for _ in contents]
+
+        items = [Item(entry_key(clip=clip), str(clip), clip, f"bucket {clip % 3}") for clip in range(50)]
+        assert fill(Cache(root), items, encode, batch_size=4) == 50
+        return seen
+
+    first, second = batches(tmp_path / "a"), batches(tmp_path / "b")
+    assert first != second and sorted(first) == sorted(second)
+    assert all(len({clip % 3 for clip in batch}) == 1 for batch in first)
+
+
+# -- what a run says of its cache --------------------------------------------------------------------------------------
+
+
+def test_a_run_notes_foreign_files_once_and_says_what_its_entries_are(tiny_ltx, clips, tmp_path, capsys):
+    root = tmp_path / "cache"
+    for name in ("stray.pt", "ab/latents_0.pt"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"x")
+    precompute(tiny_ltx, clips, root)
+    out = capsys.readouterr().out
+    note = f"note: {root} holds 2 files that no run wrote there, such as ab/latents_0.pt: not read, not removed"
+    assert out.count(note) == 1 and out.count("latents_0.pt") == 1
+    assert (root / "stray.pt").read_bytes() == b"x" and len(Cache(root).keys()) == 15
+    lines = [line.split(":")[0].strip() for line in stats(root)[1:-1]]
+    assert lines == [f"LTXPipeline, {tiny_ltx}", "text", "video"]
+    assert "  text: 8 entries" in "\n".join(stats(root)) and "  video: 7 entries" in "\n".join(stats(root))
+    for stray in ("stray.pt", "ab/latents_0.pt"):
+        (root / stray).unlink()
+    precompute(tiny_ltx, clips, root)
+    assert "no run wrote there" not in capsys.readouterr().out and verify(root)[1]

@@ -163,7 +163,7 @@ def test_the_card_loads_all_that_was_trained(tiny_ltx, clips, tmp_path, kind):
 def test_the_card_names_the_task(tmp_path):
     config = parse(LTXConfig, ["--model", "a/b", "--data.train", "c", "--data.buckets", "9x32x32"])
     for pipeline, task in {"LTXPipeline": "text-to-video", "CogVideoXImageToVideoPipeline": "image-to-video"}.items():
-        assert f"- {task}\n" in publish.write_card(tmp_path, pipeline, config).read_text()
+        assert f"- {task}\n" in publish.write_card(tmp_path, pipeline, config, ["9x32x32"]).read_text()
 
 
 def two_ranks(words: list[str]) -> str:

@@ -67,7 +67,7 @@ def test_nan_latents_stop_the_run_and_name_the_clip(
     planned = start("plan", stage="plan", **changes)
     step = 2 if batch * accumulation == 1 else 1
     clip, others = first_clip_of(step, planned, batch * accumulation)
-    entry = planned.encoders.cache._path(planned.encoders.video_key(clip))
+    entry = planned.encoders.cache.path(planned.encoders.video_keys(clip)[0])
     healthy = poison(entry)
 
     made = runs.trainer(LTXTrainer, tiny_ltx, clips, tmp_path / "run", train__log_every=log_every, **changes)
@@ -95,7 +95,7 @@ def test_nan_ends_the_script_with_one_message(tiny_ltx, clips, cache, tmp_path, 
     changes = dict(data__cache_dir=shutil.copytree(cache, tmp_path / "cache"))
     planned = start("plan", stage="plan", **changes)
     clip, _ = first_clip_of(0, planned, 1)
-    poison(planned.encoders.cache._path(planned.encoders.video_key(clip)))
+    poison(planned.encoders.cache.path(planned.encoders.video_keys(clip)[0]))
     with pytest.raises(SystemExit) as error:
         LTXTrainer.main(runs.options(tiny_ltx, clips, tmp_path / "run", **changes))
     assert error.value.code.startswith("error: step 1: loss nan") and clip.path in error.value.code

@@ -166,6 +166,21 @@ def test_sources(tmp_path):
     ]
     config = read("--data.train", "a", '{"path": "b", "repeats": 2}')
     assert config.data.train == [Source(str(Path.cwd() / "a")), Source(str(Path.cwd() / "b"), repeats=2)]
+    text = "{path: x, weight: 0.5, buckets: [9x64x32, 1x32x32], repeats: 2}"
+    (source,) = read(yaml=f"data: {{train: {text}}}", folder=tmp_path).data.train
+    assert source == Source(str(tmp_path / "x"), 2, weight=0.5, buckets=("9x64x32", "1x32x32"))
+    (source,) = read("--data.train", '{"path": "x", "weight": 2, "buckets": "9x64x32"}').data.train
+    assert (source.weight, source.buckets) == (2.0, ("9x64x32",)) and isinstance(source.weight, float)
+    found = complaint(yaml="data: {train: {path: x, weight: heavy, buckets: [9x64]}}", folder=tmp_path)
+    assert "weight must be float, got 'heavy'" in found and "bucket '9x64': three whole numbers" in found
+
+
+def test_a_source_on_the_hub_stays_as_it_is(tmp_path):
+    (tmp_path / "clips").mkdir()
+    text = "data: {train: [owner/name, {path: owner/other, split: train}, clips/none, owner/list.csv, ./owner/name]}"
+    found = [source.path for source in read(yaml=text, folder=tmp_path).data.train]
+    local = [str(tmp_path / path) for path in ("clips/none", "owner/list.csv", "owner/name")]
+    assert found == ["owner/name", "owner/other", *local]
 
 
 def test_relative_paths(tmp_path, monkeypatch):
@@ -221,6 +236,8 @@ def other(name: str, option) -> list[str]:
     exact = {
         "data.train": ["a", '{"path": "b c", "caption_prefix": "\'x\': #\\n"}'],
         "data.buckets": ["9x64x32", "1x32x32"],
+        "data.resolution": ["512", "768"],
+        "data.frames": ["1", "49"],
         "report_to": ["tensorboard"],
         "optimizer.betas": ["0.123456789", "1e-3"],
         "optimizer.epsilon": ["3e-17"],

@@ -212,7 +212,7 @@ def test_equal_captions_and_equal_clips_are_encoded_once(tiny_ltx, tmp_path, log
     assert made.plan.total == 5
     assert sorted(log.texts) == ["", "a bunny", "a cat", "a dog", "a forest", "blurry"]
     assert encoded(log) == (6, 4)
-    keys = {Path(s.path).name: made.encoders.video_key(s) for s in made.plan.samples}
+    keys = {Path(s.path).name: made.encoders.video_keys(s)[0] for s in made.plan.samples}
     assert keys["a.mp4"] == keys["copy.mp4"] and len(set(keys.values())) == 4
 
 
@@ -229,6 +229,6 @@ def test_clip_and_still_of_one_name_are_two_entries(tiny_ltx, tmp_path, log):
     (data / "metadata.csv").write_text("file_name,caption\n" + "".join(f"{name},a cat\n" for name in names))
     made = precompute(tiny_ltx, data, tmp_path / "cache", data__buckets=["9x64x96", "1x64x96"])
     assert encoded(log) == (2, 5)
-    rows = [made.encoders.cache.get(made.encoders.video_key(s))["moments"] for s in made.plan.samples]
+    rows = [made.encoders.cache.get(made.encoders.video_keys(s)[0])["moments"] for s in made.plan.samples]
     assert len({row.numpy().tobytes() for row in rows}) == 5
     assert sorted(row.shape[1] for row in rows) == [1, 2, 2, 2, 2]

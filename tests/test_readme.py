@@ -34,6 +34,7 @@ FOREIGN = {"config", "config_file", "num_processes", "signal", "help", "to", "ba
 FOREIGN |= {"num_machines", "machine_rank", "main_process_ip", "main_process_port", "nproc_per_node", "nodes", "gpus"}
 FOREIGN |= {"parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"}
 FOREIGN |= {"minutes", "cases", "cpu"}  # of benchmarks/gpu_smoke.py
+FOREIGN |= {"repo", "older", "larger", "dry"}  # of hf download and of python -m data.cache
 TRAINERS = runs.trainers_by_name()
 OPTIONS = {name: kind.Config for kind in TRAINERS.values() for name, _ in options(kind.Config())}
 SECTIONS = {name.split(".")[0] for name in OPTIONS if "." in name}
@@ -185,9 +186,12 @@ def test_sources_of_the_data_page(tmp_path):
     (block,) = blocks(page, "yaml")
     (tmp_path / "my.yaml").write_text(block)
     config = parse(LTXConfig, ["--config", str(tmp_path / "my.yaml"), "--model", "x/y"])
-    clips, more = config.data.train
+    clips, more, cats, hub = config.data.train
     assert clips == Source(str(tmp_path / "clips"))
-    assert more == Source(str(tmp_path / "more" / "metadata.csv"), 3, "BW_STYLE ", "description")
+    prefixed = dict(repeats=3, caption_prefix="BW_STYLE, ", caption_column="short,long", buckets=("1x512x768",))
+    assert more == Source(str(tmp_path / "more" / "metadata.csv"), **prefixed)
+    assert cats == Source(str(tmp_path / "cats"), weight=0.5)
+    assert hub == Source("owner/name", split="train", revision="main", clip_column="video")
     assert [str(bucket) for bucket in config.data.buckets] == ["49x512x768", "49x768x512", "1x512x768"]
     (line,) = re.findall(r"`(--data\.train [^`]*)`", page.read_text())
     config = parse(LTXConfig, [*shlex.split(line), "--model", "x/y", "--data.buckets", "9x64x96"])

@@ -32,6 +32,7 @@ LAZY = {
     "bitsandbytes",
     "torchao",
     "deepspeed",
+    "pyarrow",
 }
 BANNED = {"util", "utils", "common", "helper", "helpers", "core", "registry", "factory", "manager"}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from data.batches import MicroBatches, Schedule, collate
 from data.video import HashMemo
 from models import adapters, context_parallel, export, memory, precision
-from trainers import checkpoints, estimate, launch, network, optimizers, plan, publish, sharding
+from trainers import checkpoints, estimate, launch, network, optimizers, plan, plan_page, plan_report, publish, sharding
 from trainers.config import Config, options, refuse
 from trainers.contract import Contract
 from trainers.objectives import Batch
@@ -72,9 +72,13 @@ class Trainer(Contract):
         self.plan = launch.on_main(accelerator, self.make_plan)
         self.validation = Validation(self, launch.on_main(accelerator, self.read_prompts))
         resume, saved, missing = launch.main_first(accelerator, self.take_stock)
-        self.say(plan.report(self.plan, self, missing, self.global_batch))
-        self.say(*launch.on_main(accelerator, lambda: estimate.report(self, missing)))
         launch.on_main(accelerator, lambda: network.check(self))
+        disk = launch.on_main(accelerator, lambda: plan_report.disk(self, missing))
+        about = (self.plan, self, missing, self.global_batch, disk)
+        self.say(launch.on_main(accelerator, lambda: plan_report.report(*about)))
+        self.say(*launch.on_main(accelerator, lambda: estimate.report(self, missing)))
+        launch.on_main(accelerator, lambda: disk and disk.refuse())
+        launch.on_main(accelerator, lambda: plan_page.write(self))
         if c.stage == "plan":
             return
         if accelerator.is_main_process:
@@ -151,7 +155,7 @@ class Trainer(Contract):
         for batch in self.batches():
             with accelerator.accumulate(self.model):
                 optimizers.set_rate(self.optimizer, optimizers.learning_rate(c.optimizer, self.step, self.steps))
-                loss_B = self.loss(self.drop_captions(batch))
+                loss_B = self.loss(self.drop_captions(batch)) * batch["weight"]
                 losses.append(loss_B.detach())
                 if accelerator.sync_gradients:  # before backward, in which DeepSpeed updates
                     self.settle()
@@ -244,6 +248,7 @@ class Trainer(Contract):
         with self.clock.paused():
             state = {
                 "facts": self.facts(),
+                "trained": [*adapters.trainable(self.network)],
                 "global_batch": self.global_batch,
                 "window": self.window,
                 "tokens_seen": self.tokens_seen,
@@ -258,6 +263,7 @@ class Trainer(Contract):
 
     def restore(self, folder: Path, saved: dict) -> None:
         """Weights, optimizer and step of a checkpoint that fits this run."""
+        checkpoints.compare_trained(folder, saved["trained"], adapters.trainable(self.network))
         try:
             checkpoints.read_state_into(self.accelerator, self.model, self.optimizer, folder / "state")
         except (OSError, RuntimeError, EOFError, KeyError, UnpicklingError, SafetensorError) as error:
@@ -285,7 +291,7 @@ class Trainer(Contract):
             raise SystemExit(0 if stop == TIME_LIMIT else 128 + stop)
         if self.accelerator.is_main_process:
             written = publish.publish(self.saved, self.output_dir)
-            publish.write_card(self.output_dir, self.pretrained.pipeline_name, self.config)
+            publish.write_card(self.output_dir, self.pretrained.pipeline_name, self.config, self.plan.buckets)
             self.say(f"done: {', '.join(str(p) for p in written)}; metrics in {self.tracker.path}")
         self.accelerator.wait_for_everyone()
         if self.config.validation.from_export:
@@ -341,7 +347,7 @@ class Trainer(Contract):
             "precision.trainable": c.precision.trainable,
             "optimizer.name": c.optimizer.name,
             "optimizer.cpu_offload": c.optimizer.cpu_offload,
-            "distribution": sharding.name(self.accelerator),
+            **sharding.facts(self.accelerator, c),
         }
 
     def context(self) -> dict:

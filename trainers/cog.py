@@ -129,6 +129,9 @@ class CogVideoXTrainer(Trainer):
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"text": (self.net.max_text_seq_length, self.net.text_embed_dim)}
 
+    def caption_limits(self) -> dict[str, int]:
+        return {"tokenizer": self.net.max_text_seq_length}
+
     def video_facts(self) -> dict:
         noise = [self.config.condition_variants, code_digest(self.first_frames)]
         return {"condition": noise} if self.from_image else {}

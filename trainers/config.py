@@ -5,6 +5,7 @@ A model's own options are fields of its own Config, which may also change a defa
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ class Place:
     words: tuple[str, ...] = ()
 
 
+WINDOWS = Rule("first, middle, uniform:N or all", lambda x: re.fullmatch(r"first|middle|all|uniform:[1-9]\d*", x))
 Finite = Annotated[float, Rule("finite", math.isfinite)]
 Positive = Annotated[float, Rule("above 0", lambda x: 0 < x < math.inf)]
 NotNegative = Annotated[float, Rule("0 or more", lambda x: 0 <= x < math.inf)]
@@ -93,6 +95,22 @@ class DataOptions:
     """What to train on: folders, metadata files, or (YAML, here JSON) mappings of path, repeats, caption_prefix ..."""
     buckets: list[Bucket] = field(default_factory=list)
     """Sizes to train at, frames x height x width, such as 49x512x768; stills go to 1xHxW."""
+    resolution: list[Count] = field(default_factory=list)
+    """Instead of buckets: about this many pixels squared, such as 512, in all the shapes that the clips have."""
+    frames: list[Count] = field(default_factory=list)
+    """Numbers of frames that resolution is trained at, such as 1 and 49."""
+    max_upscale: Annotated[float, Rule("1 or more", lambda x: 1 <= x < math.inf)] = 2.0
+    """Clips that a bucket would enlarge more than so many times are left out of it."""
+    resize: Literal["cover", "pad", "stretch"] = "cover"
+    """How a picture fills its bucket: cover cuts what is over, pad adds black, stretch distorts."""
+    crop: Literal["centre", "random"] = "centre"
+    """What cover keeps: the centre, or for each epoch one of `crops` places."""
+    crops: Count = 4
+    """Places of crop random; each is encoded."""
+    fps: Positive | None = None
+    """Frames per second that clips are retimed to, by their timestamps; null keeps each clip's own speed."""
+    windows: Annotated[str, WINDOWS] = "first"
+    """Which part of a clip longer than its bucket is trained on: first, middle, uniform:N (N parts) or all."""
     precompute: Literal["disk", "off"] = "disk"
     """disk encodes every clip and caption once, before training; off in each step, and keeps the encoders loaded."""
     cache_dir: LocalPath | None = None
@@ -103,10 +121,18 @@ class DataOptions:
     """Probability that a sample trains without its caption."""
     caption_technique: Literal["empty", "zero"] = "empty"
     """What replaces a dropped caption: the encoding of "" or zeros."""
+    tag_shuffle: CountOrZero = 0
+    """Train on this many orders of the tags of a caption, separated by commas; 0 keeps the caption as it is."""
+    keep_tags: CountOrZero = 0
+    """Tags at the start that tag_shuffle leaves in their places, such as a trigger word."""
+    strip_preamble: bool = False
+    """Remove what language models say before a description, such as "The video shows"."""
     encode_batch_size: Count = 1
     """Clips or captions that are encoded at a time."""
-    skip_bad: bool = False
-    """Leave out clips that cannot be read, naming and counting them, instead of stopping."""
+    on_bad: Literal["error", "skip"] = "error"
+    """Clips that cannot be read: stop and name all, or leave them out, named and counted."""
+    decode_timeout: Positive = 300.0
+    """Seconds after which a file that is still being looked at counts as one that cannot be read."""
     num_workers: CountOrZero = 2
     """Workers per rank that decode clips ahead of the encoder, and read batches ahead of the step; 0: none ahead."""
 

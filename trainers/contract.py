@@ -124,6 +124,10 @@ class Contract(ABC):
         """Shapes of a row of encode_text at its longest, to estimate memory by; None leaves activations out of it."""
         return None
 
+    def caption_limits(self) -> dict[str, int]:
+        """Tokenizer component -> tokens of a caption, special ones included, beyond which it is cut: for the plan."""
+        return {}
+
     def text_facts(self) -> dict:
         """Settings besides weights and code that change what encode_text returns: they belong to the cache key."""
         return {}

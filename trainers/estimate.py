@@ -398,7 +398,7 @@ class Estimate:
 def report(trainer, missing: dict[str, tuple[int, int]]) -> list[str]:
     """The estimate as text: all of it at stage plan, else that of a training step in a line.
 
-    `missing`: as plan.report has it, kind -> (to encode, of); empty where it is not known.
+    `missing`: as plan_report.report has it, kind -> (to encode, of); empty where it is not known.
     """
     made, stage = Estimate(trainer), trainer.config.stage
     if stage == "plan":
@@ -411,4 +411,4 @@ def report(trainer, missing: dict[str, tuple[int, int]]) -> list[str]:
     if made.unknown:
         lines.append(f"activations are left out: {made.unknown}")
     c = trainer.config
-    return lines + memory.allocator_advice(trainer.device, len(c.data.buckets), c.memory)
+    return lines + memory.allocator_advice(trainer.device, len(trainer.plan.buckets), c.memory)

@@ -102,6 +102,9 @@ class HunyuanVideoTrainer(Trainer):
             "pooled": (self.net.pooled_projection_dim,),
         }
 
+    def caption_limits(self) -> dict[str, int]:
+        return {"tokenizer": TEXT_LENGTH, "tokenizer_2": 77}
+
     # -- the four answers ---------------------------------------------------------------------------------------------
 
     def encode_video(self, pipe, pixels: Tensor) -> Batch:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from data.cache import BrokenEntry, NonFinite
+from data.cache import BrokenEntry, DiskFull, NonFinite
 from data.video import UnreadableClip
 from models.adapters import AdapterError
 from models.export import ExportError
@@ -34,6 +34,7 @@ USER_ERRORS = (
     AdapterError,
     BrokenEntry,
     CheckpointError,
+    DiskFull,
     ExportError,
     ModelError,
     NonFinite,

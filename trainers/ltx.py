@@ -79,6 +79,9 @@ class LTXTrainer(Trainer):
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"text": (self.text_length, self.net.caption_channels), "text_mask": (self.text_length,)}
 
+    def caption_limits(self) -> dict[str, int]:
+        return {"tokenizer": self.text_length}
+
     # -- the four answers -------------------------------------------------------------------------------------------
 
     def encode_video(self, pipe, pixels: Tensor) -> Batch:

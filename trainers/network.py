@@ -33,7 +33,8 @@ def build(trainer) -> nn.Module:
     m, blocks = c.memory, trainer.repeated_blocks
     memory.set_attention(net, m.attention)
     memory.checkpoint_blocks(net, m.checkpointing, m.checkpoint_every, m.offload_activations, blocks)
-    memory.compile_blocks(net, m.compile, m.compile_backend, blocks, len(c.data.buckets))
+    sizes = len(trainer.plan.buckets) if m.compile != "none" else 1
+    memory.compile_blocks(net, m.compile, m.compile_backend, blocks, sizes)
     memory.place(net, m, trainer.device, blocks)
     context_parallel.share_tokens(net, c.memory.context_parallel, trainer.device)
     net.train()

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_o
 import yaml
 
 from data.buckets import Bucket
+from data.hub import is_hub_id
 from data.sources import Source
 from trainers.config import (
     DEFAULT_STEPS,
@@ -181,20 +182,23 @@ def _text(node: yaml.Node) -> str | None:
     hints = get_type_hints(Source)
 
     def typed(key: str, node: yaml.Node) -> Any:
-        if isinstance(node, yaml.SequenceNode):  # which no field takes: Source says so
+        if isinstance(node, yaml.SequenceNode):
             return [typed("", item) for item in node.value]
         if isinstance(node, yaml.MappingNode):
             return {inner.value: typed("", item) for inner, item in node.value}
         value = _text(node)
         if hints.get(key) is bool and value is not None:
             return {**dict.fromkeys(YES, True), **dict.fromkeys(NO, False)}.get(value.lower(), value)
-        return int(value) if hints.get(key) is int and value and value.lstrip("-").isdecimal() else value
+        if hints.get(key) in (int, float) and value is not None:
+            with contextlib.suppress(ValueError):  # Source says what is wrong with it
+                return hints[key](value)
+        return value
 
     return json.dumps({key.value: typed(key.value, value) for key, value in node.value})
 
 
 def _negated(given: Given, known: dict[str, Option]) -> Given:
-    """`--no_overwrite`, `--data.no_skip_bad` and `--no_data.skip_bad` as the option with the value false."""
+    """`--no_overwrite`, `--data.no_strip_preamble` and `--no_data.strip_preamble` as the option set to false."""
     section, dot, leaf = given.name.rpartition(".")
     for name in (given.name.removeprefix("no_"), section + dot + leaf.removeprefix("no_")):
         if name != given.name and name in known and known[name].hint is bool and not given.values:
@@ -223,10 +227,10 @@ def _tokens(given: Given, option: Option) -> list[str]:
         if get_origin(kind) is Literal and text not in get_args(kind):
             meant = ("off", "none") if low in NO + NONE else ("on",) if low in YES else ()
             return next((choice for choice in meant if choice in get_args(kind)), text)
-        if kind is Source and text and text.lstrip().startswith("{"):
-            return _located(text, given.folder)
-        if text and (place or kind is Source):
-            return _absolute(text, given.folder, place or Place())
+        if text and kind is Source:
+            return (_located if text.lstrip().startswith("{") else _source)(text, given.folder)
+        if text and place:
+            return _absolute(text, given.folder, place)
         return text
 
     words = [text for text in map(word, values) if text is not None]  # a null too many is a value too few
@@ -242,6 +246,10 @@ def _absolute(text: str, folder: Path, place: Place) -> str:
     return text if text in place.words or (place.or_hub and text[0] not in "./~" and not os.path.exists(path)) else path
 
 
+def _source(path: str, folder: Path) -> str:
+    return path if is_hub_id(path, folder) else _absolute(path, folder, Place())
+
+
 def _located(source: str, folder: Path) -> str:
     """A JSON source with its path made absolute; Source.parse explains what is wrong with a bad one."""
     try:
@@ -249,7 +257,7 @@ def _located(source: str, folder: Path) -> str:
     except json.JSONDecodeError:
         return source
     if isinstance(mapping.get("path"), str) and mapping["path"]:
-        mapping["path"] = _absolute(mapping["path"], folder, Place())
+        mapping["path"] = _source(mapping["path"], folder)
     return json.dumps(mapping)
 
 

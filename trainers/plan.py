@@ -3,21 +3,28 @@
 import hashlib
 import json
 import math
-import re
-from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
-import torch
-
-from data.buckets import Bucket, assign, check_buckets, kept_share
-from data.sources import read_source
-from data.video import HashMemo, UnreadableClip, content_sha256, probe
-from trainers import objectives, sharding
+from data import watch
+from data.buckets import (
+    Bucket,
+    assign,
+    assign_automatic,
+    automatic,
+    check_buckets,
+    check_frames,
+    crop_places,
+    kept_share,
+    overhang,
+    windows,
+)
+from data.captions import prepare
+from data.sources import Row, read_source
+from data.video import HashMemo, Probe, UnreadableClip, frames_at
 from trainers.config import DEFAULT_STEPS, Config
 
-DISTILLED = re.compile("distil|turbo|lightning|fasthunyuan", re.IGNORECASE)  # all that tells them is their names
+PROBES = 8  # files looked at side by side
 KEPT_AT_LEAST = 0.6  # share of a picture that its bucket keeps, below which the plan says so
 
 
@@ -27,17 +34,37 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Sample:
-    """A clip (or still) with its caption, as it is trained on: `frames` of its bucket from frame `start`."""
+    """A window of a clip (or a still) with its captions, as it is trained on: `frames` of its bucket from `start`."""
 
     path: str
-    caption: str
+    captions: tuple[str, ...]
+    """All of them are encoded; each epoch trains on the next one."""
     bucket: str
     start: int
+    """First frame, of the clip as retimed."""
     fps: float
     content: str
     """SHA-256 of the file."""
     where: str
     """The list and line it was named in."""
+    weight: float = 1.0
+    """What its loss is multiplied by."""
+    retime: float | None = None
+    """Frames per second that it is retimed to by its timestamps; None keeps its own frames."""
+    resize: str = "cover"
+    crops: tuple[tuple[float, float], ...] = ((0.5, 0.5),)
+    """Where the window of each crop lies, (vertical, horizontal), 0 top and left, 1 bottom and right. All are encoded;
+    each epoch trains on the next one."""
+
+    @property
+    def caption(self) -> str:
+        """The first, and mostly the only one."""
+        return self.captions[0]
+
+    @property
+    def identity(self) -> list:
+        """What is trained on, without where it was found."""
+        return [self.content, *self.captions, self.start, self.retime, self.resize, self.crops, self.weight]
 
 
 @dataclass(frozen=True)
@@ -50,6 +77,9 @@ class Picture:
     start: int = 0
     height: int = 64
     width: int = 64
+    retime: float | None = None
+    resize: str = "cover"
+    crop: tuple[float, float] = (0.5, 0.5)
 
 
 BLACK = Picture()
@@ -69,9 +99,19 @@ class Plan:
     buckets: dict[str, list[int]] = field(default_factory=dict)
     """Bucket -> indices into samples, an index as often as its source's repeats say."""
     left_out: list[str] = field(default_factory=list)
-    """Clips that are not trained on, each with its reason."""
+    """Clips that fit no bucket, each with its reason."""
+    bad: list[str] = field(default_factory=list)
+    """Clips that cannot be read, likewise (data.on_bad: skip)."""
     notes: list[str] = field(default_factory=list)
     """What is done to clips that their owner may not expect."""
+    clips: int = 0
+    """Clips and stills that are trained on, each row of the sources."""
+    seconds: float = 0.0
+    """Length of all of them, as retimed."""
+    seconds_used: float = 0.0
+    """Length of their windows."""
+    retimed: list[float] = field(default_factory=list)
+    """Frames per second of the clips whose speed data.fps changes."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -88,7 +128,7 @@ class Plan:
 
     def digest(self) -> str:
         """Names the data and their order: equal digests give equal batches."""
-        rows = {b: [(self.samples[i].content, self.samples[i].caption) for i in at] for b, at in self.buckets.items()}
+        rows = {b: [self.samples[i].identity for i in at] for b, at in self.buckets.items()}
         return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
 
     def steps(self, train, global_batch: int) -> int:
@@ -102,127 +142,166 @@ class Plan:
 
 def make(config: Config, frame_rule: tuple[int, int], side_rule: int, refuse_bucket: Callable, memo: HashMemo) -> Plan:
     """Reads the sources, probes every file and gives it a bucket. Raises PlanError listing all that is wrong."""
-    try:
-        check_buckets(config.data.buckets, frame_rule, side_rule)
-    except ValueError as error:
-        raise PlanError(f"data.buckets: {error}") from None
-    refused = [refuse_bucket(b.frames, b.height, b.width) for b in config.data.buckets]
-    if any(refused):
-        raise PlanError("data.buckets: " + "; ".join(reason for reason in refused if reason))
-    rows, problems, unreadable = [], [], 0
+    plan = Plan()
+    choices = Choices(config.data, frame_rule, side_rule, refuse_bucket, plan.notes)
+    rows, problems = [], []
     for source in config.data.train:
         found, wrong = read_source(source)
         rows += found
         problems += wrong
-
-    def look(row):
-        try:
-            return probe(row.path, memo), content_sha256(row.path, memo)
-        except UnreadableClip as error:
-            return str(error)
-
-    with ThreadPoolExecutor(8) as pool:  # decoding releases the interpreter lock
-        seen = list(pool.map(look, rows))
-    memo.save()
-
-    plan = Plan()
+    seen = look(rows, memo, config.data.decode_timeout)
     for row, what in zip(rows, seen, strict=True):
-        if isinstance(what, str):
-            (plan.left_out if config.data.skip_bad else problems).append(f"{what} [{row.where}]")
-            unreadable += 1
+        if isinstance(what, UnreadableClip):
+            plan.bad.append(f"{what} [{row.where}]")
             continue
         clip, content = what
-        bucket = assign(clip, config.data.buckets)
-        if isinstance(bucket, str):
-            plan.left_out.append(f"{row.path}: {bucket} [{row.where}]")
-            continue
-        kept = kept_share(clip, bucket)
-        cropped = [f"only {kept:.0%} of the picture fits {bucket}"] if kept < KEPT_AT_LEAST else []
-        plan.notes += [f"{row.path}: {note}" for note in (*clip.notes, *cropped)]
-        at = plan.buckets.setdefault(str(bucket), [])
-        at += [len(plan.samples)] * row.repeats
-        plan.samples.append(Sample(str(row.path), row.caption, str(bucket), 0, clip.fps, content, row.where))
+        add(plan, row, clip, content, choices, config.data)
+    if plan.bad and config.data.on_bad == "error":
+        problems += plan.bad
     if problems:
-        can_skip = unreadable and not config.data.skip_bad
-        remedy = " (data.skip_bad: true leaves out clips that cannot be read)" if can_skip else ""
+        can_skip = plan.bad and config.data.on_bad == "error"
+        remedy = " (data.on_bad: skip leaves out clips that cannot be read)" if can_skip else ""
         count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
-        raise PlanError(f"{count} in the data{remedy}:\n  " + "\n  ".join(problems))
+        raise PlanError(f"{count} in the data{remedy}:\n  " + "\n  ".join(map(printable, problems)))
     if not plan.samples:
-        reasons = "\n  ".join(plan.left_out) or "the sources name no clips"
-        raise PlanError(f"data.train: nothing to train on\n  {reasons}")
+        reasons = [*plan.bad, *plan.left_out] or ["the sources name no clips"]
+        raise PlanError("data.train: nothing to train on\n  " + "\n  ".join(map(printable, reasons)))
     plan.buckets = dict(sorted(plan.buckets.items()))
+    plan.notes[:0] = [*changed_speed(plan.retimed, config.data.fps), *copies(rows, seen)]
     return plan
 
 
-def report(plan: Plan, trainer, missing: dict[str, tuple[int, int]], global_batch: int) -> str:
-    """The plan as text: clips per bucket, what is left out and why, steps, cache, the density of noise levels."""
-    c = trainer.config
-    steps = plan.steps(c.train, global_batch)
-    lines = [
-        f"{trainer.pretrained.pipeline_name}, {c.method}: {c.model}",
-        "",
-        "bucket (FxHxW)     clips   samples   video tokens",
-    ]
-    for bucket, at in plan.buckets.items():
-        b = Bucket.parse(bucket)
-        lines.append(f"{bucket:16s} {len(set(at)):7d} {len(at):9d} {trainer.tokens(b.frames, b.height, b.width):14d}")
-        if len(at) < global_batch:
-            every = math.ceil(global_batch / len(at))
-            lines.append(f"  fewer samples than a global batch of {global_batch}: served about once in {every} epochs")
-    lines += listed("left out", plan.left_out) + listed("notes", plan.notes)
-    together = c.memory.context_parallel
-    ranks = "processes" if together == 1 else f"groups of {together} processes that share tokens"
-    lines.append(
-        f"global batch {global_batch} = {c.train.batch_size} x {global_batch // c.train.batch_size // trainer.world} "
-        f"accumulation x {trainer.world} {ranks}; {plan.total / global_batch:.1f} steps per epoch; "
-        f"{steps} steps = {steps * global_batch / plan.total:.1f} epochs"
-    )
-    lines.append(
-        f"distribution: {sharding.described(trainer.accelerator)}; computes in {c.precision.weights}, "
-        f"trains {c.precision.trainable} weights"
-    )
-    if (warmup := c.optimizer.warmup_steps) >= steps:
-        lines.append(
-            f"warning: optimizer.warmup_steps is {warmup} and the run has {steps} steps: the learning rate only "
-            "rises, up to the last one; give fewer"
-        )
-    for kind, (lacking, of) in missing.items():
-        lines.append(f"{kind}: {of - lacking} of {of} encoded already, {lacking} to encode")
-    if c.data.caption_dropout and c.data.caption_technique != trainer.pretrained_caption_technique:
-        lines.append(
-            f"warning: data.caption_technique is {c.data.caption_technique}, but this model was pre-trained with "
-            f"{trainer.pretrained_caption_technique}"
-        )
-    if fewer := [name for name in trainer.pretrained.names if DISTILLED.search(name)]:
-        lines.append(
-            f"warning: {fewer[0]} looks distilled to few steps, which training on real noise levels undoes: train the "
-            "model that it was distilled from, and use the result with it"
-        )
-    b = plan.most_used
-    lines += ["", *histogram(c.noise, trainer.noise_shift(trainer.tokens(b.frames, b.height, b.width)))]
-    return "\n".join(lines)
+class Choices:
+    """The buckets to choose from: those of data, and each source's own. Raises PlanError for what cannot be one."""
+
+    def __init__(self, data, frame_rule: tuple[int, int], side_rule: int, refuse_bucket: Callable, notes: list[str]):
+        self.data, self.rules, self.refuse = data, (frame_rule, side_rule), refuse_bucket
+        self.listed = self.check(data.buckets, "data.buckets")
+        own = [source for source in data.train if source.buckets]
+        self.own = {tuple(s.buckets): self.check(s.buckets, f"data.train {s.path}: buckets") for s in own}
+        self.groups = []
+        if data.resolution:
+            try:
+                check_frames(data.frames, frame_rule)
+            except ValueError as error:
+                raise PlanError(f"data.frames: {error}") from None
+            self.groups = self.possible(automatic(data.resolution, data.frames, side_rule), notes)
+
+    def check(self, buckets: Iterable[Bucket | str], name: str) -> list[Bucket]:
+        try:
+            buckets = [Bucket.parse(b) if isinstance(b, str) else b for b in buckets]
+            check_buckets(buckets, *self.rules)
+        except ValueError as error:
+            raise PlanError(f"{name}: {error}") from None
+        refused = [self.refuse(b.frames, b.height, b.width) for b in buckets]
+        if any(refused):
+            raise PlanError(f"{name}: " + "; ".join(reason for reason in refused if reason))
+        return buckets
+
+    def possible(self, groups: list[list[Bucket]], notes: list[str]) -> list[list[Bucket]]:
+        """The automatic buckets that the model takes; what it refuses is a note, and an error if that is all."""
+        why = {b: self.refuse(b.frames, b.height, b.width) for group in groups for b in group}
+        refused = {str(b): reason for b, reason in why.items() if reason}
+        if len(refused) == len(why):
+            name, reason = next(iter(refused.items()))
+            raise PlanError(f"data.resolution: the model takes none of the {len(why)} sizes; {name}: {reason}")
+        if refused:
+            name, reason = next(iter(refused.items()))
+            notes.append(f"data.resolution: {len(refused)} sizes are not used, such as {name}: {reason}")
+        return [kept for group in groups if (kept := [b for b in group if not why[b]])]
+
+    def bucket(self, row: Row, clip: Probe) -> Bucket | str:
+        """The row's bucket, or why it has none."""
+        limits = (self.data.max_upscale, self.data.resize)
+        if row.buckets:
+            return assign(clip, self.own[tuple(row.buckets)], *limits)
+        return assign_automatic(clip, self.groups, *limits) if self.groups else assign(clip, self.listed, *limits)
 
 
-def listed(title: str, rows: list[str]) -> list[str]:
-    """The rows under a title with their count; named up to twenty."""
-    if not rows:
+def look(rows: list[Row], memo: HashMemo, timeout: float) -> list[tuple[Probe, str] | UnreadableClip]:
+    """What each row's file holds and its SHA-256, or why it cannot be read; each file is decoded once and for all."""
+    from tqdm import tqdm
+
+    found = {}
+    with tqdm(total=len(rows), desc="probing", unit="clip", disable=None) as bar:  # None: no bar where nobody watches
+        for at, what in watch.look([row.path for row in rows], memo, timeout, PROBES):
+            found[at] = what
+            bar.update()
+    memo.save()
+    return [found[at] for at in range(len(rows))]
+
+
+def add(plan: Plan, row: Row, clip: Probe, content: str, choices: Choices, data) -> None:
+    """Puts the windows of a row's clip into the plan, or the clip among those left out."""
+    retime, own_fps = None, clip.fps
+    if data.fps and clip.kind == "video" and clip.frames > 1:
+        # Less than half a frame over the whole clip, as between 23.976 and 24 in 121 frames, is no change of speed.
+        if abs(clip.frames * (data.fps / own_fps - 1)) >= 0.5:
+            retime, clip = data.fps, replace(clip, frames=frames_at(clip, data.fps))
+        clip = replace(clip, fps=data.fps)
+    bucket = choices.bucket(row, clip)
+    if isinstance(bucket, str):
+        at = f"at {data.fps:g} fps: " if retime else ""
+        plan.left_out.append(f"{row.path}: {at}{bucket} [{row.where}]")
+        return
+    if retime:
+        plan.retimed.append(own_fps)
+    resize = data.resize if any(overhang(clip, bucket)) else "cover"  # where the ratios agree they are all the same
+    plan.notes += [f"{row.path}: {note}" for note in (*clip.notes, *shaped(clip, bucket, resize))]
+    crops = ((0.5, 0.5),)
+    if data.crop == "random":
+        crops = crop_places(content, data.crops, *overhang(clip, bucket))
+    starts = windows(data.windows, clip.frames, bucket.frames)
+    how = (clip.fps, content, row.where, row.weight, retime, resize, crops)
+    captions = prepare(row.captions, row.prefix, data.tag_shuffle, data.keep_tags, data.strip_preamble)
+    samples = [Sample(str(row.path), captions, str(bucket), start, *how) for start in starts]
+    first = len(plan.samples)
+    plan.samples += samples
+    plan.buckets.setdefault(str(bucket), []).extend([*range(first, first + len(samples))] * row.repeats)
+    plan.clips += 1
+    plan.seconds += clip.frames / clip.fps if clip.kind == "video" else 0.0
+    plan.seconds_used += len(samples) * bucket.frames / clip.fps if clip.kind == "video" else 0.0
+
+
+def shaped(clip: Probe, bucket: Bucket, resize: str) -> list[str]:
+    """What fitting a picture into its bucket costs, where it is much."""
+    if (kept := kept_share(clip, bucket)) >= KEPT_AT_LEAST:
         return []
-    more = [f"  ... and {len(rows) - 20} more"] if len(rows) > 20 else []
-    return [f"{title}: {len(rows)}", *(f"  {row}" for row in rows[:20]), *more]
+    return {
+        "cover": [f"only {kept:.0%} of the picture fits {bucket}"],
+        "pad": [f"{1 - kept:.0%} of {bucket} is black"],
+        "stretch": [f"one side is stretched {1 / kept:.1f} times more than the other, to {bucket}"],
+    }[resize]
 
 
-def histogram(noise, own_shift: float, width: int = 40) -> list[str]:
-    """The density of noise levels in ten bars, exact to 1/10000 of the samples."""
-    shift = own_shift if noise.shift is None else noise.shift
-    kind = dict(kind=noise.density, mean=noise.mean, std=noise.std, mode_scale=noise.mode_scale, shift=shift)
-    u = (torch.arange(10000) + 0.5) / 10000
-    levels = objectives.noise_levels(u, noise.min, noise.max, **kind)
-    counts = Counter((levels * 10).long().clamp(max=9).tolist())
-    most = max(counts.values())
-    lines = [f"noise levels at the most used bucket: {noise.density}, shift {shift:.2f}, median {levels.median():.2f}"]
-    for tenth in range(10):
-        share = counts[tenth] / 10000
-        lines.append(
-            f"  {tenth / 10:.1f}-{(tenth + 1) / 10:.1f} {share:6.1%} {'#' * round(width * counts[tenth] / most)}"
-        )
-    return lines
+def changed_speed(rates: list[float], fps: float) -> list[str]:
+    """The note on clips that had these `rates` and are retimed to `fps`."""
+    if not rates:
+        return []
+    low, high = f"{min(rates):.5g}", f"{max(rates):.5g}"
+    slower = sum(rate < fps for rate in rates)
+    repeats = f"; frames are repeated in {slower} of them, of fewer than {fps:g}" if slower else ""
+    span = low if low == high else f"{low} to {high}"
+    return [f"data.fps: {counted(len(rates), 'clip')} retimed to {fps:g} fps, from {span}{repeats}"]
+
+
+def copies(rows: list[Row], seen: list[tuple[Probe, str] | UnreadableClip]) -> list[str]:
+    """The note on rows whose files hold the same bytes, under one name or several."""
+    places: dict[str, list[str]] = {}
+    for row, what in zip(rows, seen, strict=True):
+        if not isinstance(what, UnreadableClip):
+            places.setdefault(what[1], []).append(f"{row.path} [{row.where}]")
+    same = [found for found in places.values() if len(found) > 1]
+    if not same:
+        return []
+    extra = sum(len(found) - 1 for found in same)
+    return [f"{counted(extra, 'clip')} named again or copied: {same[0][1]} holds what {same[0][0]} does"]
+
+
+def counted(count: int, name: str) -> str:
+    return f"{count} {name}{'s' * (count != 1)}"
+
+
+def printable(text: str) -> str:
+    """The text with what a terminal would obey or cannot show (control characters, half characters) as escapes."""
+    return "".join(c if c.isprintable() or c in "\n" else c.encode("unicode_escape").decode() for c in text)

@@ -1,7 +1,7 @@
 """The encode stage: every clip and caption encoded once, by whichever rank has it in its share.
 
-`fill` and its neighbours are plain functions, usable without a run (examples/precompute.py): give them a cache, items
-and a function that encodes. `Encoders` is the same for a run: the text encoder loads, encodes, is freed; then the VAE.
+The functions here and data/fill.py are usable without a run (examples/precompute.py): give `fill` a cache, items and
+a function that encodes. `Encoders` is the same for a run: the text encoder loads, encodes, is freed; then the VAE.
 """
 
 import ast
@@ -9,79 +9,23 @@ import hashlib
 import inspect
 import signal
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import groupby
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from data.batches import collate
+from data.batches import collate, turn
 from data.cache import Cache, entry_key
+from data.fill import Item, fill, unique
 from data.video import content_sha256, read_frames, to_pixels
 from models import memory, quantize
 from models.precision import DTYPES
 from trainers.objectives import Batch
 from trainers.plan import BLACK, Picture, PlanError, Sample, Text
-
-
-@dataclass(frozen=True)
-class Item:
-    """One thing to encode: cache key, where it came from (for messages), what is encoded, who may share its batch."""
-
-    key: str
-    source: str
-    content: object
-    group: str = ""
-
-
-def fill(
-    cache: Cache,
-    items: Sequence[Item],
-    encode: Callable[[list], list[Batch]],
-    batch_size: int = 1,
-    read: Callable | None = None,
-    workers: int = 0,
-    on_item: Callable[[Item], None] | None = None,
-) -> int:
-    """Encodes the items that `cache` lacks and stores each whole or not at all; returns how many were encoded.
-
-    `encode` turns a list of contents (of one group) into one dict of tensors without batch dimension each. `read`, run
-    in `workers` threads ahead of it, turns a content into what `encode` gets, such as a clip's decoded frames; only a
-    few are in memory at a time. `on_item` is called after each stored item.
-    Raises data.cache.NonFinite, naming the source, when an encoding holds NaN or infinity.
-    """
-    waiting = sorted((item for item in unique(items) if item.key not in cache), key=lambda item: item.group)
-    contents = ahead(read or (lambda content: content), [item.content for item in waiting], workers)
-    for _, group in groupby(waiting, key=lambda item: item.group):
-        group = list(group)
-        for start in range(0, len(group), batch_size):
-            part = group[start : start + batch_size]
-            encoded = encode([next(contents) for _ in part])
-            for item, tensors in zip(part, encoded, strict=True):
-                cache.put(item.key, tensors, {"source": item.source})
-                if on_item:
-                    on_item(item)
-    return len(waiting)
-
-
-def ahead(function: Callable, contents: Sequence, workers: int) -> Iterator:
-    """function(content) of each content in order, by threads at most 2 * workers ahead; 0 workers: when asked."""
-    if workers == 0:
-        yield from map(function, contents)
-        return
-    with ThreadPoolExecutor(workers) as pool:
-        running = []
-        for content in contents:
-            running.append(pool.submit(function, content))
-            if len(running) > 2 * workers:
-                yield running.pop(0).result()
-        while running:
-            yield running.pop(0).result()
 
 
 def rows(batch: Batch, dtype: torch.dtype, trims: dict[str, str]) -> list[Batch]:
@@ -102,11 +46,6 @@ def rows(batch: Batch, dtype: torch.dtype, trims: dict[str, str]) -> list[Batch]
     return out
 
 
-def unique(items: Iterable[Item]) -> list[Item]:
-    """The items without repeats of a key, in order: identical captions and clips are encoded once."""
-    return list({item.key: item for item in items}.values())
-
-
 def code_digest(function: Callable) -> str:
     """SHA-256 of a function's code without comments, layout, docstring: an edited encoder must not meet old entries."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -120,12 +59,23 @@ def text_key(facts: dict, text: Text) -> str:
     """The cache key of a text encoded under `facts` (encoder weights, settings, code)."""
     seen = text.picture
     picture = {"picture": [seen.content, seen.start, seen.height, seen.width]} if seen else {}
-    return entry_key(kind="text", caption=text.caption, **picture, **facts)
+    cut = cut_facts(seen.retime, seen.resize, seen.crop) if seen else {}
+    return entry_key(kind="text", caption=text.caption, **picture, **cut, **facts)
 
 
-def video_key(facts: dict, content: str, start: int, bucket: str) -> str:
-    """The cache key of the frames from `start` of the clip with SHA-256 `content`, at `bucket`, under `facts`."""
-    return entry_key(kind="video", content=content, start=start, bucket=bucket, **facts)
+def video_key(facts: dict, content: str, start: int, bucket: str, **cut) -> str:
+    """The cache key of the frames from `start` of the clip with SHA-256 `content`, at `bucket`, under `facts`.
+
+    `cut`: what `cut_facts` says.
+    """
+    return entry_key(kind="video", content=content, start=start, bucket=bucket, **cut, **facts)
+
+
+def cut_facts(retime: float | None, resize: str, crop: tuple[float, float]) -> dict:
+    """How a clip is retimed, scaled and cut, where that is not the default."""
+    facts = {"retime": retime, "resize": resize, "crop": list(crop)}
+    default = {"retime": None, "resize": "cover", "crop": [0.5, 0.5]}
+    return {name: value for name, value in facts.items() if value != default[name]}
 
 
 def to_device(batch: dict[str, Tensor], device, keep: tuple[str, ...] = ("fps",)) -> Batch:
@@ -138,25 +88,47 @@ class CachedRows:
     """Reads one sample of a bucket from the cache. Small and picklable: loader workers hold a copy."""
 
     cache: Cache
-    entries: dict[str, list[tuple[str, dict[str, str], float]]]  # bucket -> (video key, prefix -> text key, fps)
+    seed: int
+    entries: dict[str, list["Entry"]]
 
-    def __call__(self, bucket: str, index: int) -> Batch:
-        video, texts, fps = self.entries[bucket][index]
-        row = self.cache.get(video) | {"fps": torch.tensor(fps, dtype=torch.float32)}
-        for prefix, key in texts.items():
+    def __call__(self, bucket: str, index: int, epoch: int) -> Batch:
+        entry = self.entries[bucket][index]
+        crop = turn(bucket, index, epoch, self.seed, "crop", len(entry.videos))
+        caption = turn(bucket, index, epoch, self.seed, "caption", len(entry.texts[crop]))
+        row = self.cache.get(entry.videos[crop]) | facts_of(entry)
+        for prefix, key in entry.texts[crop][caption].items():
             row |= {prefix + name: tensor for name, tensor in self.cache.get(key).items()}
         return row
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A sample's cache keys: of each crop, and of each crop's texts by caption and prefix."""
+
+    videos: list[str]
+    texts: list[list[dict[str, str]]]
+    fps: float
+    weight: float
 
 
 @dataclass(frozen=True)
 class RawRows:
     """Decodes one sample of a bucket, for encoding on the fly."""
 
+    seed: int
     samples: dict[str, list[Sample]]
 
-    def __call__(self, bucket: str, index: int) -> Batch:
+    def __call__(self, bucket: str, index: int, epoch: int) -> Batch:
         sample = self.samples[bucket][index]
-        return {"pixels": frames_of(sample), "fps": torch.tensor(sample.fps, dtype=torch.float32)}
+        crop = turn(bucket, index, epoch, self.seed, "crop", len(sample.crops))
+        caption = turn(bucket, index, epoch, self.seed, "caption", len(sample.captions))
+        turns = torch.tensor([crop, caption])
+        return {"pixels": frames_of(sample, crop), "turns": turns} | facts_of(sample)
+
+
+def facts_of(sample: "Sample | Entry") -> Batch:
+    """What a batch says of a sample beside its encodings."""
+    return {name: torch.tensor(getattr(sample, name), dtype=torch.float32) for name in ("fps", "weight")}
 
 
 def ignore_signals(worker: int) -> None:
@@ -171,14 +143,15 @@ def image_of(picture: Picture):
 
     if not picture.path:
         return Image.new("RGB", (picture.width, picture.height))
-    frame = read_frames(Path(picture.path), picture.start, 1, picture.height, picture.width)[:, 0]
+    size, cut = (picture.height, picture.width), (picture.retime, picture.resize, picture.crop)
+    frame = read_frames(Path(picture.path), picture.start, 1, *size, *cut)[:, 0]
     return Image.fromarray(frame.permute(1, 2, 0).numpy())
 
 
-def frames_of(sample: Sample) -> Tensor:
-    """The uint8 frames [3, F, H, W] that a sample trains on."""
-    frames, height, width = map(int, sample.bucket.split("x"))
-    return read_frames(Path(sample.path), sample.start, frames, height, width)
+def frames_of(sample: Sample, crop: int = 0) -> Tensor:
+    """The uint8 frames [3, F, H, W] that a sample trains on in one of its crops."""
+    size, cut = map(int, sample.bucket.split("x")), (sample.retime, sample.resize, sample.crops[crop])
+    return read_frames(Path(sample.path), sample.start, *size, *cut)
 
 
 class Encoders:
@@ -189,7 +162,9 @@ class Encoders:
         self.trainer, self.plan, self.config = trainer, plan, trainer.config
         texts = [] if trainer.sees_image else [Text("")]
         texts += [text for prompt in prompts for text in self.prompt_texts(prompt)]
-        texts += [text for sample in plan.samples for text in self.sample_texts(sample).values()]
+        texts += [
+            text for sample in plan.samples for crop in self.sample_texts(sample) for t in crop for text in t.values()
+        ]
         self.texts = list(dict.fromkeys(texts))
         self.cache = Cache(self.config.cache_dir)
         self.pipes: dict[str, object] = {}
@@ -233,13 +208,19 @@ class Encoders:
         return [Item(text_key(self.text_facts, t), f"caption {t.caption[:80]!r}", t) for t in self.texts]
 
     def video_items(self) -> list[Item]:
-        items = (Item(self.video_key(s), f"{s.path} at {s.bucket}", s, s.bucket) for s in self.plan.samples)
+        items = (
+            Item(key, f"{s.path} at {s.bucket}", (s, crop), s.bucket)
+            for s in self.plan.samples
+            for crop, key in enumerate(self.video_keys(s))
+        )
         return unique(items)
 
-    def sample_texts(self, sample: Sample) -> dict[str, Text]:
-        """Prefix -> what is encoded as text for a sample."""
+    def sample_texts(self, sample: Sample) -> list[list[dict[str, Text]]]:
+        """For each crop and each caption of a sample: prefix -> what is encoded as text."""
         _, height, width = map(int, sample.bucket.split("x"))
-        return self.trainer.texts(sample.caption, Picture(sample.path, sample.content, sample.start, height, width))
+        seen = (sample.path, sample.content, sample.start, height, width, sample.retime, sample.resize)
+        pictures = [Picture(*seen, crop) for crop in sample.crops]
+        return [[self.trainer.texts(caption, picture) for caption in sample.captions] for picture in pictures]
 
     def prompt_texts(self, prompt) -> tuple[Text, Text]:
         """The prompt and its negative as text. Pipelines whose text sees an image show the negative a black one."""
@@ -248,9 +229,11 @@ class Encoders:
         picture = Picture(str(prompt.image), content_sha256(prompt.image), 0, prompt.height, prompt.width)
         return Text(prompt.prompt, picture), Text(prompt.negative_prompt, BLACK)
 
-    def video_key(self, sample: Sample) -> str:
+    def video_keys(self, sample: Sample) -> list[str]:
+        """Of each crop."""
         tiles = memory.tiling_facts(self.config.memory.vae_tiling, *map(int, sample.bucket.split("x")))
-        return video_key(self.video_facts | tiles, sample.content, sample.start, sample.bucket)
+        what = (self.video_facts | tiles, sample.content, sample.start, sample.bucket)
+        return [video_key(*what, **cut_facts(sample.retime, sample.resize, crop)) for crop in sample.crops]
 
     def missing(self) -> dict[str, tuple[int, int]]:
         """kind -> (how many the cache lacks, how many there are)."""
@@ -263,11 +246,20 @@ class Encoders:
 
     def fill(self) -> None:
         """Encodes what the cache lacks, all ranks their share: text first, then video, never both encoders at once."""
+        if self.trainer.accelerator.is_main_process and (foreign := self.cache.foreign()):
+            self.trainer.say(
+                f"note: {self.cache.root} holds {len(foreign)} file{'s' * (len(foreign) > 1)} that no run wrote there, "
+                f"such as {foreign[0].relative_to(self.cache.root)}: not read, not removed"
+            )
         only = self.config.precompute_only
         if only != "video":
             self.fill_kind("text", self.text_items(), self.encode_texts, read=None)
         if only != "text":
-            self.fill_kind("video", self.video_items(), self.encode_pixels, read=frames_of)
+            self.fill_kind("video", self.video_items(), self.encode_pixels, read=lambda item: frames_of(*item))
+
+    @property
+    def model_note(self) -> str:
+        return f"{self.trainer.pretrained.pipeline_name}, {self.config.model}"
 
     def fill_kind(self, kind: str, items: list[Item], encode: Callable, read: Callable | None) -> None:
         from tqdm import tqdm
@@ -284,7 +276,8 @@ class Encoders:
             with tqdm(
                 total=len(mine), desc=f"encoding {kind}", unit=kind, disable=not accelerator.is_main_process
             ) as bar:
-                fill(self.cache, mine, encode, data.encode_batch_size, read, data.num_workers, lambda _: bar.update())
+                how = (data.encode_batch_size, read, data.num_workers, lambda _: bar.update())
+                fill(self.cache, mine, encode, *how, note={"kind": kind, "model": self.model_note})
             accelerator.wait_for_everyone()
         else:
             raise PlanError(
@@ -352,13 +345,19 @@ class Encoders:
     def reader(self) -> "CachedRows | RawRows":
         """What loader workers call for one sample of a bucket."""
         groups = {b: [self.plan.samples[i] for i in at] for b, at in self.plan.buckets.items()}
+        seed = self.config.train.seed
         if self.config.data.precompute == "off":
-            return RawRows(groups)
-        keys = {}
-        for s in self.plan.samples:
-            texts = {prefix: text_key(self.text_facts, text) for prefix, text in self.sample_texts(s).items()}
-            keys[s] = (self.video_key(s), texts, s.fps)
-        return CachedRows(self.cache, {b: [keys[s] for s in samples] for b, samples in groups.items()})
+            return RawRows(seed, groups)
+        entries = {s: self.entry(s) for s in self.plan.samples}
+        return CachedRows(self.cache, seed, {b: [entries[s] for s in samples] for b, samples in groups.items()})
+
+    def entry(self, sample: Sample) -> Entry:
+        """Where the cache has a sample's encodings."""
+        keys = [
+            [{prefix: text_key(self.text_facts, text) for prefix, text in texts.items()} for texts in crop]
+            for crop in self.sample_texts(sample)
+        ]
+        return Entry(self.video_keys(sample), keys, sample.fps, sample.weight)
 
     def loader(self, dataset, order: range) -> DataLoader:
         """The dataset's items in this order, read ahead by data.num_workers processes."""
@@ -380,7 +379,7 @@ class Encoders:
         size, frames = self.config.data.encode_batch_size, list(batch["pixels"])
         video = [row for i in range(0, len(frames), size) for row in self.encode_pixels(frames[i : i + size])]
         samples = [self.plan.samples[self.plan.buckets[bucket][i]] for i in picks]
-        for row, sample in zip(video, samples, strict=True):
-            for prefix, text in self.sample_texts(sample).items():
+        for row, sample, (crop, caption) in zip(video, samples, batch["turns"].tolist(), strict=True):
+            for prefix, text in self.sample_texts(sample)[crop][caption].items():
                 row |= {prefix + key: tensor for key, tensor in self.text(text).items()}
-        return collate(video) | {"fps": batch["fps"]}
+        return collate(video) | {name: batch[name] for name in ("fps", "weight")}

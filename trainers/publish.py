@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from models.lora_files import ALSO_FILE
@@ -57,8 +58,8 @@ def load_adapter(pipe, folder: Path) -> None:
     PeftModel.from_pretrained(pipe.transformer, folder)  # injects the adapter into the network in place
 
 
-def write_card(root: Path, pipeline_name: str, config: Config) -> Path:
-    """README.md for the Hub: what it is and the lines that load it. No local path is told."""
+def write_card(root: Path, pipeline_name: str, config: Config, buckets: Iterable[str]) -> Path:
+    """README.md for the Hub: what it is, the sizes it was trained at, the lines that load it. No local path is told."""
     published = not Path(config.model).exists()
     task = "image-to-video" if "ImageToVideo" in pipeline_name else "text-to-video"
     front = ["---", "library_name: diffusers", "tags:", f"- {task}", f"- {config.method}", "- reeltune"]
@@ -87,11 +88,10 @@ def write_card(root: Path, pipeline_name: str, config: Config) -> Path:
             f'pipe = {pipeline_name}.from_pretrained("{base}", transformer=transformer, dtype=torch.bfloat16)',
         ]
         what = "full fine-tune of the transformer"
-    buckets = ", ".join(map(str, config.data.buckets))
     body = [
         f"# {config.run_name or root.resolve().name}",
         "",
-        f"A {what}, trained with reeltune at {buckets} (frames x height x width).",
+        f"A {what}, trained with reeltune at {', '.join(buckets)} (frames x height x width).",
         "",
         "```python",
         *lines,

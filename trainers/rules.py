@@ -19,7 +19,27 @@ def together(c) -> list[tuple[object, str]]:
         (not c.model, "model is required: a Hub id, a folder in diffusers layout or a .safetensors file"),
         (not c.output_dir, "output_dir is required: the folder that the run writes to"),
         (not c.data.train, "data.train is required: a folder of clips and captions, or a metadata file"),
-        (not c.data.buckets, "data.buckets is required: the sizes to train at, such as 49x512x768"),
+        (
+            not (c.data.buckets or c.data.resolution or (c.data.train and all(s.buckets for s in c.data.train))),
+            "data.buckets is required: the sizes to train at, such as 49x512x768 (or data.resolution with data.frames)",
+        ),
+        (
+            c.data.buckets and (c.data.resolution or c.data.frames),
+            "data.buckets and data.resolution with data.frames are two ways to say one thing: give one of them",
+        ),
+        (
+            bool(c.data.resolution) != bool(c.data.frames),
+            "data.resolution and data.frames belong together: 512 and 49 train at 49 frames of about 512x512 pixels",
+        ),
+        (
+            c.data.crop == "random" and c.data.resize != "cover",
+            f"data.crop random cuts what resize cover leaves over; with data.resize {c.data.resize} use crop centre",
+        ),
+        (
+            c.data.keep_tags and not c.data.tag_shuffle,
+            f"data.keep_tags {c.data.keep_tags} says what data.tag_shuffle leaves in place, but that is 0 and shuffles "
+            "nothing: give tag_shuffle a number of orders, such as 4, or keep_tags 0",
+        ),
         (repeated, f"data.buckets names {', '.join(repeated)} more than once"),
         (len(given) > 1, f"only one of {' and '.join(given)} can be set: make the others null"),
         (
