@@ -16,6 +16,7 @@ REQUIRES = [
     "tensorboard>=2.21,<3",
     "tyro>=1.0.17,<2",
     "PyYAML>=6.0.3,<7",
+    "fsspec>=2026.9,<2027",
     "av>=18,<19",
     "Pillow>=13,<14",
     "numpy>=2.4,<3",

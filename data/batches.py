@@ -1,6 +1,7 @@
 """Which samples make optimizer step n: a pure function, the same on every rank, machine and restart."""
 
 import hashlib
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -24,13 +25,16 @@ class Schedule:
         self.global_batch, self.seed = global_batch, seed
         self.total = sum(sizes.values())
         self._orders: dict[str, dict[int, np.ndarray]] = {name: {} for name in sizes}
+        self._lock = threading.Lock()  # threads that read ahead ask while the loop does
 
     def block(self, step: int) -> tuple[str, list[int]]:
         """Bucket of optimizer step `step` (from 0) and the indices of its G samples within that bucket."""
         name, turn = self._serve(step)
         picks = []
         for epoch, first, count in self._pieces(name, turn):
-            picks += self._order(name, epoch)[first : first + count].tolist()
+            with self._lock:
+                order = self._order(name, epoch)
+            picks += order[first : first + count].tolist()
         return name, picks
 
     def epochs(self, step: int) -> list[int]:

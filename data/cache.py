@@ -1,32 +1,32 @@
 """A content-addressed store of encoded samples: one safetensors file per entry, whole or absent.
 
-`python -m data.cache verify|repair|prune|stats DIR` looks after one (data/cache_commands.py).
+`python -m data.cache verify|repair|prune|stats DIR` (or URL) looks after one (data/cache_commands.py).
 """
 
 import errno
 import hashlib
 import json
 import logging
-import os
 import re
-import secrets
-import shutil
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from data.places import TEMPORARY, Folder, Stamp, Store, place
+
 logger = logging.getLogger(__name__)
 
 VERSION = "1"  # of the file's layout; entries of another one count as absent
 MOST_HEADER = 100_000_000  # bytes; what safetensors itself accepts
 STALE_SECONDS = 24 * 3600
+FEW = 100  # entries at a URL that are asked for one by one
 OWN_FILES = frozenset({"clips.json", "weights.json"})  # what is remembered of clips and weights, beside the entries
 
 
@@ -61,48 +61,59 @@ def entry_key(**facts: Any) -> str:
 class Cache:
     """Entries under root/ab/abcdef....safetensors. Any number of processes may read and write at the same time.
 
-    An entry is written under root/tmp, flushed to the disk and renamed, so a killed run leaves only files there, which
-    nobody reads and which are removed when a day old. Whatever else lies in the folder is left alone (`foreign`).
+    `root` is a local folder or an fsspec URL (data/places.py). In a folder an entry is written under root/tmp, flushed
+    to the disk and renamed, so a killed run leaves only files there, which nobody reads and which are removed when a
+    day old. Whatever else lies there is left alone (`foreign`).
     """
 
-    def __init__(self, root: Path):
-        self.root = Path(root)
-        self._temp = self.root / "tmp"
-        for path in self._temp.glob("*.tmp"):
-            try:
-                if time.time() - path.stat().st_mtime > STALE_SECONDS:
-                    path.unlink()
-            except FileNotFoundError:
-                continue  # another process removed or renamed it
+    def __init__(self, root: Path | str):
+        self.place = place(root)
+        self.root = self.place.root
+        if self.place.local:
+            sweep(self.place)
 
     def __contains__(self, key: str) -> bool:
         """Whether a whole entry is there, from its header and size alone; a broken one is removed with a warning."""
-        path = self.path(key)
+        name = self._name(key)
         try:
-            with open(path, "rb") as file:
-                stat = os.fstat(file.fileno())
-                try:
-                    return read_metadata(header_of(file), stat.st_size).get("version") == VERSION
-                except BrokenEntry as error:
-                    self.remove(path, stat)
-                    logger.warning("%s: %s; removed, it will be made again", path, error)
-                    return False
+            start, stamp = self.place.head(name, MOST_HEADER)
         except FileNotFoundError:
             return False
+        try:
+            return read_metadata(start, stamp.size).get("version") == VERSION
+        except BrokenEntry as error:
+            self.place.remove(name, stamp)
+            logger.warning("%s: %s; removed, it will be made again", self.path(key), error)
+            return False
+
+    def absent(self, keys: Iterable[str]) -> set[str]:
+        """Those of the keys whose entries are to be made.
+
+        In a folder each entry is looked at, as by `in`. So are a few at a URL; of many there, names and sizes are
+        listed, which costs one request in a thousand: an object that is there is whole, and what has happened to it
+        since is found when it is read.
+        """
+        keys = set(keys)
+        if self.place.local or len(keys) < FEW:
+            return {key for key in keys if key not in self}
+        return keys - {key for key, stamp in self.entries() if stamp.size}
 
     def get(self, key: str) -> dict[str, Tensor]:
         """The tensors of an entry. KeyError if it is absent; BrokenEntry, after removing it, if it cannot be read."""
-        if key not in self:
-            raise KeyError(f"{key} is not in the cache {self.root}")
-        path = self.path(key)
-        with open(path, "rb") as file:
-            stat = os.fstat(file.fileno())
-            content = file.read()
+        name = self._name(key)
         try:
-            return safetensors.torch.load(content)
+            content, stamp = self.place.read(name)
+        except FileNotFoundError:
+            raise KeyError(f"{key} is not in the cache {self.root}") from None
+        try:
+            version = read_metadata(content, len(content)).get("version")
+            tensors = safetensors.torch.load(content) if version == VERSION else None
         except (SafetensorError, ValueError, KeyError) as error:
-            self.remove(path, stat)
-            raise BrokenEntry(f"{path}: {error}; removed: run the precompute stage again") from error
+            self.place.remove(name, stamp)
+            raise BrokenEntry(f"{self.path(key)}: {error}; removed: run the precompute stage again") from error
+        if tensors is None:
+            raise KeyError(f"{key} in the cache {self.root} has another layout ({version}, not {VERSION})")
+        return tensors
 
     def put(self, key: str, tensors: dict[str, Tensor], note: dict[str, Any]) -> None:
         """Write an entry, replacing any older one. NonFinite names note["source"] if a value is NaN or infinite;
@@ -110,7 +121,7 @@ class Cache:
 
         note: what a person wants to know about the file (source, kind, model); kept in its metadata for `stats`.
         """
-        path = self.path(key)
+        name = self._name(key)
         if not tensors:
             raise ValueError(f"{note.get('source')}: an entry needs at least one tensor")
         if bad := non_finite(tensors):
@@ -122,62 +133,70 @@ class Cache:
         own = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
         text = json.dumps(note, sort_keys=True, default=str)  # ASCII, because a file's name need not be UTF-8
         content = safetensors.torch.save(own, {"version": VERSION, "note": text, "crc32": checksum(own)})
-        temp = self._temp / f"{key}.{os.getpid()}.{secrets.token_hex(8)}.tmp"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._temp.mkdir(exist_ok=True)
-            with open(temp, "xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())  # or a power cut may leave the name with no bytes behind it
-            temp.replace(path)
+            self.place.write(name, content)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or (free := self.place.free()) is None:
                 raise
-            temp.unlink(missing_ok=True)  # before what is free is counted
             raise DiskFull(
                 f"{self.root}: no space left ({error.strerror}) for {note.get('source')}: {len(content)} bytes are "
-                f"needed, {shutil.disk_usage(self.root).free} are free. What was encoded before is kept: free some "
+                f"needed, {free} are free. What was encoded before is kept: free some "
                 "space (python -m data.cache prune) or choose another data.cache_dir, and run again",
                 len(content),
             ) from error
-        finally:
-            temp.unlink(missing_ok=True)
 
     def keys(self) -> list[str]:
         """All entries by name, sorted; whether each is whole is for `in` to say."""
-        return sorted(path.stem for path in self._files() if self._is_entry(path))
+        return sorted(Path(name).stem for name in self.place.names() if self._is_entry(name))
 
-    def foreign(self) -> list[Path]:
+    def entries(self) -> list[tuple[str, Stamp]]:
+        """All entries, as `keys`, and what the file of each is."""
+        found = [(Path(name).stem, stamp) for name, stamp in self.place.files() if self._is_entry(name)]
+        return sorted(found, key=lambda entry: entry[0])
+
+    def foreign(self) -> list[Path | str]:
         """Files in the folder that are no entry, by name, and nothing else that this project keeps there; sorted."""
-        return sorted(path for path in self._files() if not self._is_entry(path) and not self._is_own(path))
+        names = (name for name in self.place.names() if not self._is_entry(name) and not self._is_own(name))
+        return sorted(map(self.place.at, names))
 
-    def _files(self) -> Iterator[Path]:
-        for folder, _, names in os.walk(self.root):
-            yield from (Path(folder, name) for name in names)
+    def _is_entry(self, name: str) -> bool:
+        key = Path(name).stem
+        return bool(re.fullmatch(r"[0-9a-f]{64}", key)) and name == self._name(key)
 
-    def _is_entry(self, path: Path) -> bool:
-        return re.fullmatch(r"[0-9a-f]{64}\.safetensors", path.name) and path == self.path(path.stem)
+    def _is_own(self, name: str) -> bool:
+        if re.fullmatch(rf"{TEMPORARY}/[^/]+\.tmp", name):
+            return True
+        return re.sub(r"^\.(.+\.json)\.\d+\.[0-9a-f]+$", r"\1", name) in OWN_FILES  # or one that is being written
 
-    def _is_own(self, path: Path) -> bool:
-        if path.parent == self._temp:
-            return path.suffix == ".tmp"
-        name = re.sub(r"^\.(.+\.json)\.\d+\.[0-9a-f]+$", r"\1", path.name)  # one that is being written
-        return path.parent == self.root and name in OWN_FILES
-
-    def path(self, key: str) -> Path:
-        """The file of an entry, there or not."""
+    def _name(self, key: str) -> str:
         if not re.fullmatch(r"[0-9a-f]{64}", key):
             raise ValueError(f"cache key {key!r} is not the 64 hex digits of entry_key()")
-        return self.root / key[:2] / f"{key}.safetensors"
+        return f"{key[:2]}/{key}.safetensors"
 
-    def remove(self, path: Path, stat: os.stat_result) -> None:
-        """Unlink the entry that was looked at, unless another process has put a new one in its place."""
-        try:
-            if os.path.samestat(stat, path.stat()):
-                path.unlink()
-        except FileNotFoundError:
-            pass
+    def path(self, key: str) -> Path | str:
+        """The file of an entry, there or not; at a URL, its URL."""
+        return self.place.at(self._name(key))
+
+    def read(self, key: str, noted: bool) -> tuple[bytes, Stamp]:
+        """All bytes of an entry and what its file is; not `noted`: so that it does not count as used."""
+        return self.place.read(self._name(key), noted)
+
+    def metadata(self, key: str) -> dict[str, str]:
+        """The metadata of an entry; BrokenEntry if its header cannot be read."""
+        return read_metadata(self.place.head(self._name(key), MOST_HEADER)[0])
+
+    def remove(self, key: str, stamp: Stamp) -> None:
+        """Removes the entry that was looked at, unless another process has put a new one in its place."""
+        self.place.remove(self._name(key), stamp)
+
+
+def sweep(at: Folder | Store) -> int:
+    """Removes what killed runs left half written a day ago or earlier; returns how many."""
+    stale = [(name, stamp) for name, stamp in at.files(TEMPORARY) if time.time() - stamp.written > STALE_SECONDS]
+    stale = [(name, stamp) for name, stamp in stale if re.fullmatch(rf"{TEMPORARY}/[^/]+\.tmp", name)]
+    for name, stamp in stale:
+        at.remove(name, stamp)
+    return len(stale)
 
 
 def non_finite(tensors: dict[str, Tensor]) -> list[str]:
@@ -210,12 +229,6 @@ def read_metadata(start: bytes, size: int | None = None) -> dict[str, str]:
     if size is not None and promised != size:
         raise BrokenEntry(f"broken entry ({size} bytes, its header promises {promised})")
     return metadata
-
-
-def header_of(file: BinaryIO) -> bytes:
-    """The header of a safetensors file and its length before it, or what there is of them."""
-    start = file.read(8)
-    return start + file.read(min(int.from_bytes(start, "little"), MOST_HEADER))
 
 
 if __name__ == "__main__":

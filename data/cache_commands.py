@@ -1,7 +1,6 @@
-"""`python -m data.cache verify|repair|prune|stats DIR`: what can be done with a cache, whoever filled it."""
+"""`python -m data.cache verify|repair|prune|stats DIR` (or URL): what can be done with a cache, whoever filled it."""
 
 import argparse
-import contextlib
 import json
 import os
 import re
@@ -10,43 +9,31 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import safetensors.torch
 from safetensors import SafetensorError
 
-from data.cache import STALE_SECONDS, VERSION, BrokenEntry, Cache, checksum, header_of, non_finite, read_metadata
+from data.cache import VERSION, BrokenEntry, Cache, checksum, non_finite, read_metadata, sweep
+from data.places import TEMPORARY, PlaceError, Stamp, is_url, place
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 DAY = 24 * 3600
 
 
-@dataclass(frozen=True)
-class File:
-    """An entry on the disk, as it was when the folder was listed. `used`: seconds since 1970."""
-
-    path: Path
-    stat: os.stat_result
-
-    @property
-    def used(self) -> float:
-        """When it was last read or, where that is later or reads are not recorded, written."""
-        return max(self.stat.st_atime, self.stat.st_mtime)
-
-
 # -- verify, repair --------------------------------------------------------------------------------------------------
 
 
-def verify(root: Path) -> tuple[list[str], bool]:
+def verify(root: Path | str) -> tuple[list[str], bool]:
     """Reads every entry whole; the lines to print, and whether there is nothing broken or foreign."""
     cache, total, broken, foreign = Cache(root), 0, [], []
-    for file, fault in _faults(cache):
+    for key, _, fault in _faults(cache):
         total += 1
         if fault:
-            broken.append(f"broken: {file.path}: {fault}")
+            broken.append(f"broken: {cache.path(key)}: {fault}")
         elif fault is None:
-            foreign.append(f"foreign: {file.path}: written by another version, with another layout than {VERSION!r}")
+            told = f"written by another version, with another layout than {VERSION!r}"
+            foreign.append(f"foreign: {cache.path(key)}: {told}")
     foreign += [f"foreign: {path}" for path in cache.foreign()]
     end = [f"{root}: {_count(total, 'entry')} read, {len(broken)} broken, {len(foreign)} foreign"]
     if broken:
@@ -56,36 +43,26 @@ def verify(root: Path) -> tuple[list[str], bool]:
     return broken + foreign + end, not broken and not foreign
 
 
-def repair(root: Path) -> list[str]:
+def repair(root: Path | str) -> list[str]:
     """Removes broken entries, and what killed runs left half written a day ago or earlier; the lines to print."""
-    stale = sum(_age(path) > STALE_SECONDS for path in (Path(root) / "tmp").glob("*.tmp"))
-    cache, lines = Cache(root), []  # which removes the stale ones
-    for file, fault in _faults(cache):
+    stale = sweep(place(root))
+    cache, lines = Cache(root), []
+    for key, stamp, fault in _faults(cache):
         if fault:
-            cache.remove(file.path, file.stat)
-            lines.append(f"removed: {file.path}: {fault}")
+            cache.remove(key, stamp)
+            lines.append(f"removed: {cache.path(key)}: {fault}")
     broken, stale = _count(len(lines), "broken entry"), _count(stale, "stale temporary file")
     return [*lines, f"{root}: {broken} removed, to be made again by the next precompute; {stale} removed"]
 
 
-def _faults(cache: Cache) -> Iterator[tuple[File, str | None]]:
-    """Every entry and what is wrong with it: "" nothing, None that another version wrote it."""
-    for file in _files(cache):
+def _faults(cache: Cache) -> Iterator[tuple[str, Stamp, str | None]]:
+    """Every entry's key, what it was, and what is wrong with it: "" nothing, None that another version wrote it."""
+    for key, _ in cache.entries():
         try:
-            content, stat = _content(file.path)
+            content, stamp = cache.read(key, noted=False)
         except FileNotFoundError:
             continue  # pruned by somebody meanwhile
-        yield File(file.path, stat), _fault(content)
-
-
-def _content(path: Path) -> tuple[bytes, os.stat_result]:
-    """The bytes of a file and what it was; the reading does not count as use where that can be said (its owner may)."""
-    descriptor = None
-    if hasattr(os, "O_NOATIME"):
-        with contextlib.suppress(PermissionError):  # somebody else's file
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOATIME)
-    with open(path if descriptor is None else descriptor, "rb") as file:
-        return file.read(), os.fstat(file.fileno())
+        yield key, stamp, _fault(content)
 
 
 def _fault(content: bytes) -> str | None:
@@ -111,24 +88,25 @@ def _fault(content: bytes) -> str | None:
 
 
 def prune(
-    root: Path, older_than: float | None = None, larger_than: int | None = None, dry_run: bool = False
+    root: Path | str, older_than: float | None = None, larger_than: int | None = None, dry_run: bool = False
 ) -> list[str]:
     """Removes entries not used for `older_than` days, and the longest unused ones until the rest has at most
     `larger_than` bytes; the lines to print."""
     cache, now = Cache(root), time.time()
-    files = sorted(_files(cache), key=lambda file: (file.used, file.path))
-    total, gone, freed = sum(file.stat.st_size for file in files), 0, 0
-    for file in files:
-        old = older_than is not None and now - file.used > older_than * DAY
+    entries = sorted(cache.entries(), key=lambda entry: (entry[1].used, entry[0]))
+    total, gone, freed = sum(stamp.size for _, stamp in entries), 0, 0
+    for key, stamp in entries:
+        old = older_than is not None and now - stamp.used > older_than * DAY
         over = larger_than is not None and total - freed > larger_than
         if not old and not over:
-            break  # files after this one were used later
+            break  # entries after this one were used later
         if not dry_run:
-            cache.remove(file.path, file.stat)
-        gone, freed = gone + 1, freed + file.stat.st_size
+            cache.remove(key, stamp)
+        gone, freed = gone + 1, freed + stamp.size
+    accuracy = _accuracy(cache.root) if cache.place.local else ": written, because reads at a URL are not noted"
     return [
-        f"age: time since an entry was last read or written{_accuracy(cache.root)}",
-        f"{root}: {gone} of {_count(len(files), 'entry')} {'would be ' * dry_run}removed, {_size(freed)} of "
+        f"age: time since an entry was last read or written{accuracy}",
+        f"{root}: {gone} of {_count(len(entries), 'entry')} {'would be ' * dry_run}removed, {_size(freed)} of "
         f"{_size(total)}; runs that want them make them again",
     ]
 
@@ -150,19 +128,19 @@ def _accuracy(root: Path) -> str:
 # -- stats -----------------------------------------------------------------------------------------------------------
 
 
-def stats(root: Path) -> list[str]:
+def stats(root: Path | str) -> list[str]:
     """Entries and bytes, by kind and by model, as the entries themselves say; the lines to print."""
     cache = Cache(root)
     count, size = Counter(), Counter()
-    for file in _files(cache):
-        note = _note(file.path)
+    for key, stamp in cache.entries():
+        note = _note(cache, key)
         rows = (
             ["not readable: see verify"] if note is None else [note.get(x, f"{x} not noted") for x in ("kind", "model")]
         )
         for row in ("", *(f"  {row}" for row in rows)):
             count[row] += 1
-            size[row] += file.stat.st_size
-    temporary = [path.stat().st_size for path in (cache.root / "tmp").glob("*.tmp")]
+            size[row] += stamp.size
+    temporary = [stamp.size for _, stamp in cache.place.files(TEMPORARY)]
     lines = [f"{root}: {_count(count.pop('', 0), 'entry')}, {_size(size[''])}"]
     lines += [f"{row}: {_count(n, 'entry')}, {_size(size[row])}" for row, n in sorted(count.items())]
     if temporary:
@@ -172,31 +150,13 @@ def stats(root: Path) -> list[str]:
     return lines
 
 
-def _note(path: Path) -> dict | None:
+def _note(cache: Cache, key: str) -> dict | None:
     """What the writer of an entry noted; None if it cannot be read."""
     try:
-        with open(path, "rb") as file:
-            note = json.loads(read_metadata(header_of(file)).get("note", "{}"))
+        note = json.loads(cache.metadata(key).get("note", "{}"))
     except (OSError, ValueError):
         return None
     return note if isinstance(note, dict) else {}
-
-
-def _files(cache: Cache) -> list[File]:
-    found = []
-    for path in map(cache.path, cache.keys()):
-        try:
-            found.append(File(path, path.stat()))
-        except FileNotFoundError:
-            continue  # pruned by somebody meanwhile
-    return found
-
-
-def _age(path: Path) -> float:
-    try:
-        return time.time() - path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
 
 
 def _count(number: int, what: str) -> str:
@@ -214,7 +174,14 @@ def _size(count: int) -> str:
 # -- command line ----------------------------------------------------------------------------------------------------
 
 
-def folder(text: str) -> Path:
+def root_of(text: str) -> Path | str:
+    """A folder that is there, or a URL that can be asked."""
+    if is_url(text):
+        try:
+            place(text).check(writes=False)
+        except PlaceError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return text.rstrip("/")
     path = Path(text).expanduser()
     if not path.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: no such folder")
@@ -244,7 +211,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> Parser:
-    top = Parser(prog="python -m data.cache", description="Look after a folder of encoded clips and captions.")
+    top = Parser(
+        prog="python -m data.cache", description="Look after encoded clips and captions, in a folder or at a URL."
+    )
     commands = top.add_subparsers(dest="command", required=True)
     told = {
         "verify": "read every entry whole; exit code 1 if one is broken (cut, changed, NaN) or a file is foreign",
@@ -255,7 +224,7 @@ def parser() -> Parser:
     made = {}
     for name, text in told.items():
         made[name] = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        made[name].add_argument("root", metavar="DIR", type=folder, help="data.cache_dir, or output_dir/cache")
+        made[name].add_argument("root", metavar="DIR", type=root_of, help="data.cache_dir, or output_dir/cache")
     one = made["prune"]
     one.add_argument("--older-than", metavar="DAYS", type=days, help="what was last used longer ago than so many days")
     one.add_argument(

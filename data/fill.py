@@ -42,7 +42,8 @@ def fill(
     two that fill one cache meet on few items (one batch in every r, when r are left), and no claim has to be kept
     alive, waited for or cleaned up after a killed run.
     """
-    waiting = sorted((item for item in unique(items) if item.key not in cache), key=lambda item: item.group)
+    absent = cache.absent(item.key for item in items)
+    waiting = sorted((item for item in unique(items) if item.key in absent), key=lambda item: item.group)
     parts = []
     for _, group in groupby(waiting, key=lambda item: item.group):
         group = list(group)

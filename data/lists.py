@@ -51,7 +51,7 @@ class Columns:
         if not missing:
             return found
         near = ""
-        if len(there) == 1 and {";", "\t", ","} & set(there[0]):
+        if {";", "\t"} & set("".join(there)) or (len(there) == 1 and "," in there[0]):
             near = "; columns are separated by commas in .csv and by tabs in .tsv"
         elif missing[0] == "file_name":
             near = "; name the column of the clips with clip_column"
@@ -127,6 +127,7 @@ def _separated(listing: Path, columns: Columns, problems: list[str]) -> Iterator
     if text is None:
         return
     separator, name = ("\t", "tabs") if listing.suffix.lower() == ".tsv" else (",", "commas")
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # 131072 unless told: captions may be longer
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     header: list[str] | None = None
     number = 1

@@ -23,7 +23,7 @@ class HashMemo:
     that share the file add to each other's facts; a damaged file is started anew.
     """
 
-    VERSION = 1  # raise it when probe() or what it means changes
+    VERSION = 2  # raise it when probe() or what it means changes
 
     def __init__(self, path: Path):
         self.path = Path(path)

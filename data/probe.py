@@ -45,6 +45,8 @@ class Probe:
     fps: float
     kind: Literal["video", "image"]
     notes: tuple[str, ...] = ()  # what was done to the picture that its owner may not expect
+    steady: bool = True
+    """Whether all frames come within half a frame of where a constant rate has them; False: the rate varies."""
 
     @property
     def duration(self) -> float:
@@ -104,6 +106,11 @@ def source_frames(
     return (np.searchsorted(clock, moments + slack + 1e-9, side="right") - 1).tolist()
 
 
+def is_steady(times: Sequence[float | None], rate: float) -> bool:
+    """Whether frames come within half a frame of i / rate; times that are missing do not tell."""
+    return all(t is None or abs(t - (times[0] or 0.0) - i / rate) < 0.5 / rate for i, t in enumerate(times))
+
+
 def true_rate(times: Sequence[float | None], stated: float, tick: float) -> float:
     """Frames per second: `stated` (0: not said) where the times agree with it to 1.5 ticks, else their mean rate."""
     known = [t for t in times if t is not None]
@@ -123,13 +130,15 @@ def _probe(path: Path) -> Probe:
             times.append(time)
             size = rgb.shape[1:]
             notes |= {SEE_THROUGH} if transparent else set()
-        return Probe(len(times), *size, true_rate(times, 0.0, WEBP_TICK), "video", tuple(notes))
+        rate = true_rate(times, 0.0, WEBP_TICK)
+        return Probe(len(times), *size, rate, "video", tuple(notes), is_steady(times, rate))
     if is_image(path):
         rgb, notes = still(path)
         return Probe(1, *rgb.shape[1:], STILL_FPS, "image", tuple(notes))
     found = scan(path)
     height, width = display_size(found.first, found.pixel_aspect)
-    return Probe(len(found.times), height, width, found.fps, "video", tuple(_video_notes(found)))
+    steady = is_steady(found.times, found.fps)
+    return Probe(len(found.times), height, width, found.fps, "video", tuple(_video_notes(found)), steady)
 
 
 @dataclass
@@ -210,6 +219,9 @@ def _promise(container, stream) -> tuple[int, float]:
     if "mov" in container.format.name and promised:
         # An edit list (every trimmed phone clip has one) hides samples that the plain count still includes.
         promised = min(promised, sum(not entry.is_discard for entry in stream.index_entries))
+    entries = stream.index_entries
+    if container.format.name == "avi" and len(entries) and entries[-1].timestamp + 1 == promised:
+        promised = len(entries)  # its header counts the frames that a capture dropped, its whole index does not
     if "matroska" not in container.format.name:
         return promised, 0.0
     if tag := re.fullmatch(r"(\d+):(\d+):(\d+\.?\d*)", stream.metadata.get("DURATION", "")):

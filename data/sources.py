@@ -288,7 +288,10 @@ def _pairs(root: Path, files: list[Path], source: Source, problems: list[str]) -
         return path.parent, unicodedata.normalize("NFC", path.stem)  # macOS writes names decomposed
 
     files = sorted(files, key=lambda path: path.relative_to(root).as_posix())
-    texts = {pair(path): path for path in files if path.suffix.lower() == ".txt"}
+    texts: dict[tuple[Path, str], Path] = {}
+    for path in (path for path in files if path.suffix.lower() == ".txt"):
+        if (other := texts.setdefault(pair(path), path)) != path:
+            problems.append(f"{path}: has the name of {other.name} but for letters' case or spelling: keep one of them")
     clips = [path for path in files if path.suffix.lower() in CLIPS]
     owners: dict[tuple[Path, str], Path] = {}
     for clip in clips:

@@ -112,6 +112,17 @@ def test_retiming_to_the_own_rate_changes_nothing(tiny_ltx, long, tmp_path, caps
     assert "data.fps" not in capsys.readouterr().out
 
 
+def test_a_clip_of_two_speeds_is_retimed_to_its_own_mean_rate_too(tiny_ltx, tmp_path):
+    """Its 30 frames stay 30, but not the same ones: at 11 fps most of the first second's are passed over."""
+    path = cases.clip(tmp_path / "clips" / "a.mp4", 30, times=cases.VARIABLE)
+    path.with_suffix(".txt").write_text("two speeds")
+    rate = (len(cases.VARIABLE) - 1) * 1000 / cases.VARIABLE[-1]
+    made = planned(tiny_ltx, path.parent, tmp_path / "run", data__fps=rate, data__buckets=["9x64x96"])
+    (sample,) = made.plan.samples
+    shown = [sum(time <= 1000 * k / rate + 0.04 for time in cases.VARIABLE) - 1 for k in range(9)]
+    assert shown[:3] == [0, 2, 5] and cases.indices_of(frames_of(sample)) == shown
+
+
 OPTIONS = st.builds(
     dict,
     windows=st.sampled_from(["first", "middle", "all", "uniform:4"]),
@@ -321,6 +332,12 @@ def test_captions_are_counted(tiny_ltx, long, tmp_path, capsys):
     assert "used by more than one clip: 1, such as 'clip a' by 2 clips" in told
     tokens = re.search(r"tokenizer: 1 of 2 captions lose their end: over 32 tokens, up to (\d+) \('word word", told)
     assert tokens and int(tokens[1]) > 40
+    encoded = dict(max_sequence_length=32, data__cache_dir=tmp_path / "cache")
+    planned(tiny_ltx, folder, tmp_path / "run", **encoded, stage="precompute")
+    for changes in (encoded, {"max_sequence_length": 32, "data__precompute": "off"}):  # there is nothing to encode
+        capsys.readouterr()
+        planned(tiny_ltx, folder, tmp_path / "run", **changes)
+        assert "tokenizer: 1 of 2 captions lose their end" in capsys.readouterr().out, changes
     source = json.dumps({"path": str(folder), "allow_empty_captions": True})
     (folder / "c.txt").unlink()
     planned(tiny_ltx, source, tmp_path / "run")

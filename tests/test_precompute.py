@@ -1,5 +1,6 @@
 """What is encoded again, and what is not: the rules of the cache's keys in whole runs."""
 
+import multiprocessing
 import shutil
 from pathlib import Path
 
@@ -195,6 +196,26 @@ def test_only_new_items_and_a_removed_clip_is_gone(tiny_ltx, tmp_path, log, caps
     assert {Path(s.path).name for s in made.plan.samples} == {"two.mp4", "three.mp4"}
     rows = made.encoders.reader().entries["9x64x96"]
     assert len(rows) == 2 and len(Cache(cache).keys()) == 7  # its entries stay, for runs that want them
+
+
+def test_cached_batches_are_read_ahead_by_no_process(start, monkeypatch):
+    """To get one from a process takes as long as to read it. The threads give what is read without any."""
+    from trainers import precompute as module
+
+    read, seen = module.CachedRows.__call__, []
+
+    class Watching(LTXTrainer):
+        def after_step(self) -> None:
+            super().after_step()
+            seen.append((len(asked), len(multiprocessing.active_children())))
+
+    asked = []
+    monkeypatch.setattr(module.CachedRows, "__call__", lambda *what: asked.append(what) or read(*what))
+    how = dict(train__steps=12, data__caption_dropout=0.3)
+    ahead = start("ahead", Watching, data__num_workers=2, **how)
+    assert {processes for _, processes in seen} == {0} and len(asked) == 12
+    assert seen[0][0] >= 4
+    assert runs.same(runs.trained(ahead), runs.trained(start("none", data__num_workers=0, **how)))
 
 
 def test_equal_captions_and_equal_clips_are_encoded_once(tiny_ltx, tmp_path, log):

@@ -232,6 +232,14 @@ def test_composed_and_decomposed_names_meet(tmp_path):
     assert list(pairs(tmp_path).values()) == ["two"]
 
 
+def test_two_captions_that_differ_in_the_spelling_of_their_names(tmp_path):
+    root = touch(tmp_path, "a.mp4")
+    (root / "a.txt").write_text("one")
+    (root / "a.TXT").write_text("two")
+    (problem,) = problems_of(root)
+    assert f"{root / 'a.txt'}: has the name of a.TXT" in problem
+
+
 # -- csv and jsonl --------------------------------------------------------------------------------------------------
 
 
@@ -241,6 +249,12 @@ def test_csv_captions_are_exact(tmp_path):
     (root / "metadata.csv").write_bytes(b"\xef\xbb\xbf" + text.encode() + b'd.mp4,"two\nlines"\n')
     found = ["red, green", 'says "STOP", twice', "semi;colon\tand tab", "two\nlines"]
     assert pairs(root) == dict(zip(NAMES, found, strict=True))
+
+
+def test_a_caption_of_half_a_million_letters(tmp_path):
+    root, caption = touch(tmp_path, "a.mp4"), ("a word, " * 65_000).strip()
+    (root / "metadata.csv").write_text(f'file_name,text\na.mp4,"{caption}"\n')
+    assert pairs(root) == {"a.mp4": caption}
 
 
 def test_caption_column(tmp_path):
@@ -262,6 +276,8 @@ def test_csv_problems(tmp_path):
     assert f"{listing} line 5: the caption is empty" in third
     assert f"{listing} line 6" in fourth
     listing.write_text("file_name;text\na.mp4;one\n")
+    assert "separated by commas" in problems_of(root)[0]
+    listing.write_text("file_name;text,in words\na.mp4;one\n")
     assert "separated by commas" in problems_of(root)[0]
     listing.write_text("path,words\na.mp4,one\n")
     assert "no column file_name and no caption or text or prompt; there are path, words" in problems_of(root)[0]

@@ -129,6 +129,23 @@ def test_trimmed_clip_is_not_called_cut_short(tmp_path):
         assert [index_of(frames[:, i]) for i in range(3)] == [17 + start + i for i in range(3)]
 
 
+def test_an_avi_that_dropped_frames_is_not_called_cut_short(tmp_path):
+    """Its header counts a frame for each tick: 30, of which 5 were never there. Without its index it is cut short."""
+    path = tmp_path / "a.avi"
+    with av.open(str(path), "w") as out:
+        stream = out.add_stream("mpeg4", rate=24)
+        stream.height, stream.width, stream.pix_fmt = 64, 96, "yuv420p"
+        for i in range(25):
+            frame = av.VideoFrame.from_ndarray(picture(i), format="rgb24").reformat(format="yuv420p")
+            frame.pts, frame.time_base = i if i < 10 else i + 5, Fraction(1, 24)
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
+    assert (probe(path).frames, probe(path).fps) == (25, pytest.approx(24 / 29 * 24))
+    path.write_bytes(path.read_bytes()[:-600])
+    with pytest.raises(UnreadableClip, match="header promises 30 frames"):
+        probe(path)
+
+
 def test_the_film_is_read_not_the_small_picture_beside_it(tmp_path):
     path = tmp_path / "thumb.mp4"
     with av.open(str(path), "w") as out:
@@ -550,7 +567,7 @@ def test_memo_survives_damage_and_sharing(tmp_path):
     path, other, store = tmp_path / "a", tmp_path / "b", tmp_path / "memo.json"
     path.write_bytes(b"one")
     other.write_bytes(b"two")
-    for damage in ("", "{", "[]", '{"version": 1, "files": 3}', '{"version": 1, "files": {"a": {}}}', '{"version": 0}'):
+    for damage in ("", "{", "[]", '{"version": 2, "files": 3}', '{"version": 2, "files": {"a": {}}}', '{"version": 0}'):
         store.write_text(damage)
         with HashMemo(store) as memo:
             content_sha256(path, memo)

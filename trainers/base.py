@@ -405,5 +405,5 @@ class Trainer(Contract):
         print(f"{signal.Signals(number).name}: saving at the next step boundary", flush=True)
 
     def make_plan(self) -> plan.Plan:
-        memo = HashMemo(self.config.cache_dir / "clips.json")
+        memo = HashMemo(self.config.memo_dir / "clips.json")
         return plan.make(self.config, *self.size_rules(), self.refuse_size, memo)

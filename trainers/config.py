@@ -5,6 +5,7 @@ A model's own options are fields of its own Config, which may also change a defa
 """
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -13,6 +14,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from data.buckets import Bucket
+from data.places import is_url
 from data.sources import Source
 from trainers import rules
 
@@ -29,10 +31,18 @@ class Rule:
 
 @dataclass(frozen=True)
 class Place:
-    """Marks text that is a path, made absolute when read; with `or_hub` only if it exists. `words` are no paths."""
+    """Marks text that is a path, made absolute when read; with `or_hub` only if it exists. `words` are no paths, nor is
+    a URL with `or_url`."""
 
     or_hub: bool = False
+    or_url: bool = False
     words: tuple[str, ...] = ()
+
+    def absolute(self, text: str, folder: Path) -> str:
+        """The absolute path of what is named in `folder`, or the text itself if it is no path."""
+        path = os.path.abspath(folder / os.path.expanduser(text))
+        hub = self.or_hub and text[0] not in "./~" and not os.path.exists(path)
+        return text if text in self.words or hub or (self.or_url and is_url(text)) else path
 
 
 WINDOWS = Rule("first, middle, uniform:N or all", lambda x: re.fullmatch(r"first|middle|all|uniform:[1-9]\d*", x))
@@ -44,6 +54,7 @@ BelowOne = Annotated[float, Rule("in [0, 1)", lambda x: 0 <= x < 1)]
 Count = Annotated[int, Rule("1 or more", lambda x: x >= 1)]
 CountOrZero = Annotated[int, Rule("0 or more", lambda x: x >= 0)]
 LocalPath = Annotated[str, Place()]
+UrlOrPath = Annotated[str, Place(or_url=True)]
 HubOrPath = Annotated[str, Place(or_hub=True)]
 
 
@@ -113,8 +124,9 @@ class DataOptions:
     """Which part of a clip longer than its bucket is trained on: first, middle, uniform:N (N parts) or all."""
     precompute: Literal["disk", "off"] = "disk"
     """disk encodes every clip and caption once, before training; off in each step, and keeps the encoders loaded."""
-    cache_dir: LocalPath | None = None
-    """Where encoded clips and captions are kept, may be shared between runs; null means output_dir/cache."""
+    cache_dir: UrlOrPath | None = None
+    """Where encoded clips and captions are kept, may be shared between runs and be a URL such as s3://bucket/folder;
+    null means output_dir/cache."""
     cache_dtype: Literal["bf16", "fp32"] = "bf16"
     """Precision of what is kept there."""
     caption_dropout: Fraction = 0.0
@@ -355,9 +367,15 @@ class Config:
     loss: LossOptions = field(default_factory=LossOptions)
 
     @property
-    def cache_dir(self) -> Path:
-        """Where encoded clips and captions, and what is remembered of files, are kept."""
-        return Path(self.data.cache_dir or Path(self.output_dir) / "cache")
+    def cache_dir(self) -> Path | str:
+        """Where encoded clips and captions are kept; a URL as text."""
+        own = self.data.cache_dir
+        return own if own and is_url(own) else Path(own or Path(self.output_dir) / "cache")
+
+    @property
+    def memo_dir(self) -> Path:
+        """Where what is remembered of local files is kept: beside the encodings, if these are in a folder."""
+        return Path(self.output_dir) / "cache" if is_url(self.cache_dir) else self.cache_dir
 
     def problems(self) -> list[str]:
         """Everything that is out of range or does not fit together. A subclass adds its own to super().problems()."""

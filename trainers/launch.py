@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from data.cache import BrokenEntry, DiskFull, NonFinite
+from data.places import PlaceError, is_url, place
 from data.video import UnreadableClip
 from models.adapters import AdapterError
 from models.export import ExportError
@@ -40,6 +41,7 @@ USER_ERRORS = (
     NonFinite,
     NonFiniteStep,
     OptionError,
+    PlaceError,
     PlanError,
     PrecisionError,
     PromptError,
@@ -215,10 +217,11 @@ def parallelism(config: Config) -> list[str]:
 
 def useless_paths(config: Config) -> list[str]:
     """Folders that cannot be written to, and files that are not there: known before anything is computed."""
-    folders = {"output_dir": config.output_dir}
-    if config.data.cache_dir and config.stage != "train":  # which only reads it
+    folders, found = {"output_dir": config.output_dir}, []
+    if is_url(config.cache_dir):
+        found += unusable_urls(config)
+    elif config.data.cache_dir and config.stage != "train":  # which only reads it
         folders["data.cache_dir"] = config.data.cache_dir
-    found = []
     for name, folder in folders.items():
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -229,6 +232,18 @@ def useless_paths(config: Config) -> list[str]:
     if config.lora.init_from and not Path(config.lora.init_from).exists():
         found.append(f"lora.init_from {config.lora.init_from}: there is no such file or folder")
     return found
+
+
+def unusable_urls(config: Config) -> list[str]:
+    """Why what data.cache_dir names, a URL, cannot be used; asks the store."""
+    url = config.cache_dir
+    if url.startswith("memory://") and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        return [f"data.cache_dir {url}: each process has its own memory; launch one, or name a folder"]
+    try:
+        place(url).check(writes=config.stage != "train")
+    except PlaceError as error:
+        return [f"data.cache_dir {error}"]
+    return []
 
 
 def main_first(accelerator, make: Callable):

@@ -230,7 +230,7 @@ def _tokens(given: Given, option: Option) -> list[str]:
         if text and kind is Source:
             return (_located if text.lstrip().startswith("{") else _source)(text, given.folder)
         if text and place:
-            return _absolute(text, given.folder, place)
+            return place.absolute(text, given.folder)
         return text
 
     words = [text for text in map(word, values) if text is not None]  # a null too many is a value too few
@@ -241,13 +241,8 @@ def _place(hint: Any) -> Place | None:
     return next((mark for mark in getattr(without_none(hint), "__metadata__", ()) if isinstance(mark, Place)), None)
 
 
-def _absolute(text: str, folder: Path, place: Place) -> str:
-    path = os.path.abspath(folder / os.path.expanduser(text))
-    return text if text in place.words or (place.or_hub and text[0] not in "./~" and not os.path.exists(path)) else path
-
-
 def _source(path: str, folder: Path) -> str:
-    return path if is_hub_id(path, folder) else _absolute(path, folder, Place())
+    return path if is_hub_id(path, folder) else Place().absolute(path, folder)
 
 
 def _located(source: str, folder: Path) -> str:
@@ -391,7 +386,7 @@ def _kind(hint: Any) -> str:
         text = names.get(kind, kind.__name__)
     for mark in getattr(without_none(hint), "__metadata__", ()):
         if isinstance(mark, Place):
-            text = "Hub id or path" if mark.or_hub else " or ".join([*mark.words, "path"])
+            text = " or ".join([*mark.words, *["Hub id"] * mark.or_hub, *["URL"] * mark.or_url, "path"])
         else:
             text += f" {mark.words}"
     return text if without_none(hint) is hint else f"{text}, or null"

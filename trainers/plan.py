@@ -236,7 +236,7 @@ def add(plan: Plan, row: Row, clip: Probe, content: str, choices: Choices, data)
     retime, own_fps = None, clip.fps
     if data.fps and clip.kind == "video" and clip.frames > 1:
         # Less than half a frame over the whole clip, as between 23.976 and 24 in 121 frames, is no change of speed.
-        if abs(clip.frames * (data.fps / own_fps - 1)) >= 0.5:
+        if not clip.steady or abs(clip.frames * (data.fps / own_fps - 1)) >= 0.5:
             retime, clip = data.fps, replace(clip, frames=frames_at(clip, data.fps))
         clip = replace(clip, fps=data.fps)
     bucket = choices.bucket(row, clip)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import torch
 
+from data.places import is_url
 from models import precision
 from trainers import estimate, objectives, sharding
 from trainers.plan import Plan, PlanError, counted, printable
@@ -40,7 +41,7 @@ def report(
             lines.append(f"  fewer samples than a global batch of {global_batch}: served about once in {every} epochs")
     lines += listed("cannot be read, left out", plan.bad) + listed("left out", plan.left_out)
     lines += listed("notes", plan.notes) + captions(plan)
-    if missing and missing["captions"][0] and c.stage != "train" and c.precompute_only != "video":
+    if tokens_counted(c, missing):
         lines += cut_captions(plan, trainer)
     together = c.memory.context_parallel
     ranks = "processes" if together == 1 else f"groups of {together} processes that share tokens"
@@ -125,6 +126,15 @@ def captions(plan: Plan) -> list[str]:
     return lines
 
 
+def tokens_counted(config, missing: dict[str, tuple[int, int]]) -> bool:
+    """Whether captions are counted in tokens: at stage plan, unless that downloads tokenizers; else before encoding."""
+    if config.stage == "plan":
+        return Path(config.model).exists()
+    if config.data.precompute == "off":
+        return True
+    return missing["captions"][0] > 0 and config.stage != "train" and config.precompute_only != "video"
+
+
 def cut_captions(plan: Plan, trainer) -> list[str]:
     """For each text encoder with a limit, how many captions are longer and lose their end. Loads the tokenizers."""
     different = list(dict.fromkeys(caption for sample in plan.samples for caption in sample.captions))
@@ -172,23 +182,26 @@ def histogram(noise, own_shift: float, width: int = 40) -> list[str]:
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes that encoding writes into `folder`, and those free there."""
+    """Bytes that encoding writes into `folder` (or to its URL), and those free there."""
 
-    folder: Path
+    folder: Path | str
     clips: int
     captions: int
     """At most."""
     sure: int
     """Of captions: what they take for certain."""
-    free: int
+    free: int | None
+    """None: not known, at a URL."""
 
     def __str__(self) -> str:
         about = f"{size(self.clips)} for clips and at most {size(self.captions)} for captions"
+        if self.free is None:
+            return f"disk: {about} to write to {self.folder}; whether they fit there is not checked"
         return f"disk: {about} to write into the cache, {size(self.free)} free"
 
     def refuse(self) -> None:
         """Raises PlanError where what must be written does not fit."""
-        if self.clips + self.sure > self.free:
+        if self.free is not None and self.clips + self.sure > self.free:
             raise PlanError(
                 f"data.cache_dir {self.folder}: encoding needs {size(self.clips + self.sure)}, {size(self.free)} are "
                 "free: free some, set data.cache_dir to a larger disk, or data.precompute: off (encodes in each step)"
@@ -210,7 +223,9 @@ def disk(trainer, missing: dict[str, tuple[int, int]]) -> Disk | None:
     to_encode = Counter()
     if missing["clips"][0]:
         cache = trainer.encoders.cache
-        to_encode.update(item.group for item in trainer.encoders.video_items() if item.key not in cache)
+        items = trainer.encoders.video_items()
+        absent = cache.absent(item.key for item in items)
+        to_encode.update(item.group for item in items if item.key in absent)
     number = precision.DTYPES[trainer.config.data.cache_dtype].itemsize
     vae, clips = estimate.skeleton(trainer.pretrained, "vae") if to_encode else None, 0
     for bucket, count in to_encode.items():
@@ -224,7 +239,7 @@ def disk(trainer, missing: dict[str, tuple[int, int]]) -> Disk | None:
     masks = set(trainer.trims.values())
     row = sum(math.prod(shape) * (1 if key in masks else number) for key, shape in shapes.items())
     captions, trimmed = missing["captions"][0] * row, bool(trainer.trims)
-    return Disk(folder, clips, captions, 0 if trimmed else captions, free_bytes(folder))
+    return Disk(folder, clips, captions, 0 if trimmed else captions, None if is_url(folder) else free_bytes(folder))
 
 
 def free_bytes(folder: Path) -> int:

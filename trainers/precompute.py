@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from data.batches import collate, turn
 from data.cache import Cache, entry_key
-from data.fill import Item, fill, unique
+from data.fill import Item, ahead, fill, unique
 from data.video import content_sha256, read_frames, to_pixels
 from models import memory, quantize
 from models.precision import DTYPES
@@ -83,9 +83,14 @@ def to_device(batch: dict[str, Tensor], device, keep: tuple[str, ...] = ("fps",)
     return {k: v if k in keep else v.to(device, non_blocking=True) for k, v in batch.items()}
 
 
+def pinned(item: tuple) -> tuple:
+    """An item of MicroBatches whose tensors a CUDA device copies without holding up the loop."""
+    return *item[:-1], {name: tensor.pin_memory() for name, tensor in item[-1].items()}
+
+
 @dataclass(frozen=True)
 class CachedRows:
-    """Reads one sample of a bucket from the cache. Small and picklable: loader workers hold a copy."""
+    """Reads one sample of a bucket from the cache, in any thread."""
 
     cache: Cache
     seed: int
@@ -237,10 +242,9 @@ class Encoders:
 
     def missing(self) -> dict[str, tuple[int, int]]:
         """kind -> (how many the cache lacks, how many there are)."""
-        found = {}
-        for kind, items in (("captions", self.text_items()), ("clips", self.video_items())):
-            found[kind] = (sum(item.key not in self.cache for item in items), len(items))
-        return found
+        kinds = {"captions": self.text_items(), "clips": self.video_items()}
+        absent = self.cache.absent(item.key for items in kinds.values() for item in items)
+        return {kind: (sum(item.key in absent for item in items), len(items)) for kind, items in kinds.items()}
 
     # -- the stage -------------------------------------------------------------------------------------------------
 
@@ -249,7 +253,7 @@ class Encoders:
         if self.trainer.accelerator.is_main_process and (foreign := self.cache.foreign()):
             self.trainer.say(
                 f"note: {self.cache.root} holds {len(foreign)} file{'s' * (len(foreign) > 1)} that no run wrote there, "
-                f"such as {foreign[0].relative_to(self.cache.root)}: not read, not removed"
+                f"such as {str(foreign[0]).removeprefix(f'{self.cache.root}/')}: not read, not removed"
             )
         only = self.config.precompute_only
         if only != "video":
@@ -266,7 +270,8 @@ class Encoders:
 
         accelerator, data = self.trainer.accelerator, self.config.data
         for _ in range(8):  # until nobody finds a gap: another launch that fills the same cache may shift the shares
-            waiting = [item for item in items if item.key not in self.cache]
+            absent = self.cache.absent(item.key for item in items)
+            waiting = [item for item in items if item.key in absent]
             accelerator.wait_for_everyone()  # all ranks look before any of them writes
             if not accelerator.reduce(torch.tensor(len(waiting), device=accelerator.device), "sum").item():
                 break
@@ -359,16 +364,19 @@ class Encoders:
         ]
         return Entry(self.video_keys(sample), keys, sample.fps, sample.weight)
 
-    def loader(self, dataset, order: range) -> DataLoader:
-        """The dataset's items in this order, read ahead by data.num_workers processes."""
-        workers = self.config.data.num_workers
+    def loader(self, dataset, order: range) -> Iterable:
+        """The dataset's items in this order, read ahead by data.num_workers: threads where they come from the cache,
+        processes where clips must be decoded. To get a batch from a process takes 3 ms, as long as reading it."""
+        workers, pin = self.config.data.num_workers, self.trainer.device.type == "cuda"
+        if self.config.data.precompute == "disk":
+            return ahead(lambda n: pinned(dataset[n]) if pin else dataset[n], order, workers)
         return DataLoader(
             dataset,
             batch_size=None,  # the dataset makes whole micro-batches
             sampler=order,
             num_workers=workers,
             prefetch_factor=4 if workers else None,
-            pin_memory=self.trainer.device.type == "cuda",
+            pin_memory=pin,
             worker_init_fn=ignore_signals,
         )
 

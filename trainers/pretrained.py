@@ -21,7 +21,7 @@ class Pretrained:
 
     def __init__(self, config: Config, allowed: tuple[str, ...]):
         self.config, self.allowed = config, allowed
-        self.memo_path = config.cache_dir / "weights.json"
+        self.memo_path = config.memo_dir / "weights.json"
 
     @cached_property
     def folder(self) -> Path:
@@ -135,7 +135,7 @@ class Pretrained:
             ) from error
 
     def fingerprint(self, names: tuple[str, ...]) -> str:
-        """SHA-256 over the files of the named components, remembered in cache_dir."""
+        """SHA-256 over the files of the named components, remembered in memo_dir."""
         c = self.config
         root = self.root(*names)
         config = None if root.is_dir() else self.folder
