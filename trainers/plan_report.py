@@ -132,7 +132,7 @@ def tokens_counted(config, missing: dict[str, tuple[int, int]]) -> bool:
         return Path(config.model).exists()
     if config.data.precompute == "off":
         return True
-    return missing["captions"][0] > 0 and config.stage != "train" and config.precompute_only != "video"
+    return missing.get("captions", (0, 0))[0] > 0 and config.stage != "train" and config.precompute_only != "video"
 
 
 def cut_captions(plan: Plan, trainer) -> list[str]:
